@@ -1,0 +1,511 @@
+"""The MCP servers of a gateway: `/mcp/NAME` is one upstream, `/mcp` is all of them.
+
+Both are servers of `mcp.server`, so sessions, streams, tokens and arrays are its own. Only the
+answers come from elsewhere: a request is passed on by a `Relay`, over a conversation that is shared
+as the upstream's `share` says. Such a conversation declares nothing, so its server asks nothing.
+"""
+
+import asyncio
+import os
+from contextlib import suppress
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import UNSET, Raw, structs
+
+from wirecall.errors import (
+    CallFailed,
+    Gone,
+    InvalidParams,
+    InvalidRequest,
+    RpcError,
+    UpstreamUnavailable,
+)
+from wirecall.gateway.offers import NAMED, Merged, beginning, merged
+from wirecall.gateway.relay import Flying, Relay, cancel
+from wirecall.gateway.session import UpstreamSession
+from wirecall.gateway.translate import envelope
+from wirecall.gateway.wire import answer, members_of, one_line, raw_of, request, with_member
+from wirecall.logs import logger
+from wirecall.mcp import types
+from wirecall.mcp.revisions import STATELESS, offered
+from wirecall.mcp.server.catalog import Catalog
+from wirecall.mcp.server.messages import ClientAnswer, Id, Incoming, error_object
+from wirecall.mcp.server.peer import Linked, Outlet, Peer, Session, named_client
+from wirecall.mcp.server.server import Server, ServerInfo
+from wirecall.protocol.messages import Arrived, Envelope, Invalid, encode
+from wirecall.protocol.sender import Sender
+from wirecall.server.method import Registry
+from wirecall.version import __version__
+
+if TYPE_CHECKING:
+    from wirecall.gateway.gateway import Gateway
+    from wirecall.gateway.upstream import Upstream
+
+MISSING_META = "io.wirecall/missing"
+# Seconds in which the upstreams must give their lists. The others are left out.
+LIST_TIME = 5.0
+# Seconds between two attempts to reach an upstream that was left out, at first and at most.
+BACK_AFTER = 1.0
+BACK_AT_MOST = 30.0
+MOST_PAGES = 100
+# Sessions whose requests in flight are known.
+MOST_SESSIONS = 10_000
+
+_LISTS = {
+    "tools/list": "tools",
+    "prompts/list": "prompts",
+    "resources/list": "resources",
+    "resources/templates/list": "resourceTemplates",
+}
+_METHODS = {kind: method for method, kind in _LISTS.items()}
+_CHANGES = {
+    "notifications/tools/list_changed": ("tools",),
+    "notifications/prompts/list_changed": ("prompts",),
+    "notifications/resources/list_changed": ("resources", "resourceTemplates"),
+}
+# The ids of questions differ in every process.
+_questions = count(int.from_bytes(os.urandom(4)) << 20)
+_ANYTHING: dict[Any, object] = {"": None}
+_decode_initialize = msgspec.json.Decoder(types.Initialize).decode
+_decode_text = msgspec.json.Decoder(str).decode
+
+
+class Front(Server):
+    """A server whose answers come from upstreams."""
+
+    def __init__(self, gateway: "Gateway", name: str) -> None:
+        self.gateway = gateway
+        catalog = Catalog(Registry(), {})
+        for kind in catalog.offered:
+            catalog.offered[kind] = [_ANYTHING]
+        super().__init__(
+            ServerInfo(name, __version__),
+            catalog,
+            gateway._serving,
+            gateway.sealer,
+            gateway.ledger,
+            list_ttl_ms=0,
+            is_public=gateway.access is None,
+            limits=gateway.limits,
+            access=gateway.access,
+        )
+        self.in_lane = self._in_lane
+        # The requests of each session that are not answered yet.
+        self._flying: dict[str, dict[Id, Flying]] = {}
+
+    def _in_lane(self, message: tuple[Incoming, Any]) -> bool:
+        params = message[1]
+        return isinstance(params, types.CallTool) and self.is_command(params.name)
+
+    def is_command(self, tool: str) -> bool:
+        """Return whether a tool of an upstream changes something."""
+        raise NotImplementedError
+
+    def take(self, message: "Envelope | ClientAnswer", session: Session) -> bool:
+        """Take a notification: a cancellation ends a request of the same session."""
+        if isinstance(message, ClientAnswer) or message.method != "notifications/cancelled":
+            return super().take(message, session)
+        requests = self._flying.get(session.id or "")
+        if requests is None:
+            return False
+        self.gateway.start(cancel(requests, message.params))
+        return True
+
+    async def relayed(
+        self,
+        upstream: "Upstream",
+        message: Envelope,
+        session: Session,
+        outlet: Outlet,
+        sender: Sender,
+        key: str | None,
+    ) -> bytes | None:
+        """Pass a request on to an upstream; return the answer."""
+        if message.method == "resources/subscribe" and self.gateway.has_singles(upstream):
+            raise InvalidRequest(
+                f'{upstream.name}: share = "call" ends the session after each call, so it has no '
+                "subscriptions",
+                ran="no",
+            )
+        conversation = await self.gateway.borrow(upstream, sender.caller, session)
+        requests: dict[Id, Flying] = {}
+        if session.id is not None:
+            if len(self._flying) >= MOST_SESSIONS:
+                del self._flying[next(iter(self._flying))]
+            requests = self._flying.setdefault(session.id, {})
+        if self.gateway.is_owned(upstream, session):
+            conversation.on_request = partial(self._asked, conversation, session, outlet)
+        relay = Relay(
+            conversation,
+            self.gateway._serving,
+            self.answers,
+            outlet.send,
+            requests,
+            self.gateway.sealer,
+        )
+        try:
+            return await relay.answer(message, sender, key, session.revision)
+        finally:
+            self.gateway.give_back(conversation)
+            await relay.outbox.finish()
+            if session.id is not None and not requests:
+                self._flying.pop(session.id, None)
+
+    def _asked(
+        self,
+        conversation: UpstreamSession,
+        session: Session,
+        outlet: Outlet,
+        message: Arrived,
+    ) -> None:
+        """Pass a question of a server on to its one client, through the call that waits."""
+        if not self._flying.get(session.id or ""):
+            conversation.refuse(message)
+            return
+        self.gateway.start(self._ask(conversation, session, outlet, message))
+
+    async def _ask(
+        self,
+        conversation: UpstreamSession,
+        session: Session,
+        outlet: Outlet,
+        message: Arrived,
+    ) -> None:
+        id = f"gateway-{next(_questions)}"
+        answered: asyncio.Future[Raw | RpcError] = asyncio.get_running_loop().create_future()
+        session.asked[id] = None, answered
+        question = request(None, str(message.method), message.params)
+        head = b'{"jsonrpc":"2.0","id":' + encode(id) + b","
+        try:
+            await outlet.send(head + question.removeprefix(b'{"jsonrpc":"2.0",'))
+            async with asyncio.timeout(self._limits.answer_time):
+                found = await answered
+        except (Gone, TimeoutError):
+            conversation.refuse(message)
+            return
+        finally:
+            del session.asked[id]
+        if isinstance(found, RpcError):
+            ending = b'"error":' + encode(error_object(found))
+        else:
+            ending = b'"result":' + one_line(found)
+        theirs = b'{"jsonrpc":"2.0","id":%b,%b}' % (encode(message.id), ending)
+        with suppress(CallFailed):
+            await conversation.send(theirs)
+
+
+class UpstreamFront(Front):
+    """Serves one upstream, exactly as it is."""
+
+    def __init__(self, gateway: "Gateway", upstream: "Upstream") -> None:
+        super().__init__(gateway, upstream.name)
+        self._upstream = upstream
+        # Methods of extensions are the upstream's.
+        for name in [name for name, row in self.methods.items() if row.extension is not None]:
+            del self.methods[name]
+
+    def is_request(self, name: str) -> bool:
+        return not name.startswith("notifications/")
+
+    def is_command(self, tool: str) -> bool:
+        return self._upstream.use_of(tool) == "once"
+
+    async def open_session(self, message: Envelope, caller: str) -> tuple[Session, bytes]:
+        """Open a session: what the server says of itself is the upstream's."""
+        assert isinstance(message.id, (int, str))
+        try:
+            params = _decode_initialize(b"{}" if message.params is UNSET else message.params)
+        except msgspec.DecodeError as error:
+            raise InvalidParams(f"params: {error}") from None
+        revision = offered(params.version)
+        session = Session(revision, params.capabilities, client=named_client(params.client))
+        async with self.gateway.conversation(self._upstream, caller, session) as conversation:
+            introduction = {"protocolVersion": revision.name, **conversation.described()}
+        return session, answer(message.id, encode(introduction))
+
+    async def respond(
+        self,
+        message: Incoming,
+        session: Session,
+        outlet: Outlet,
+        sender: Sender,
+        *,
+        params: Any = None,
+        key: str | None = None,
+        position: int | None = None,
+        linked: Linked | None = None,
+    ) -> bytes | None:
+        if isinstance(message, Invalid):
+            raise message.error
+        if isinstance(message, ClientAnswer) or message.id is UNSET:
+            self.take(message, session)
+            return None
+        if message.method == "subscriptions/listen":
+            return await super().respond(
+                message,
+                session,
+                outlet,
+                sender,
+                params=params,
+                key=key,
+                position=position,
+                linked=linked,
+            )
+        upstream = self._upstream
+        if message.method == "server/discover":
+            async with self.gateway.conversation(upstream, sender.caller, session) as conversation:
+                if conversation.revision not in STATELESS:
+                    return self._discovered(message, conversation)
+        answered = await self.relayed(upstream, message, session, outlet, sender, key)
+        if message.method == "resources/subscribe" and answered and b'"result"' in answered:
+            session.subscriptions.add(_uri_of(message))
+        return answered
+
+    def _discovered(self, message: Envelope, conversation: UpstreamSession) -> bytes:
+        """Return the answer to `server/discover` for an upstream that does not have it."""
+        described = conversation.described()
+        result: dict[str, Any] = {
+            "resultType": "complete",
+            "supportedVersions": [each.name for each in STATELESS],
+            "capabilities": described["capabilities"],
+            "ttlMs": 0,
+            "cacheScope": "private",
+            "_meta": {f"{types.PREFIX}serverInfo": described["serverInfo"]},
+        }
+        if "instructions" in described:
+            result["instructions"] = described["instructions"]
+        assert isinstance(message.id, (int, str))
+        return answer(message.id, encode(result))
+
+
+class MergedFront(Front):
+    """Serves all upstreams."""
+
+    def __init__(self, gateway: "Gateway") -> None:
+        super().__init__(gateway, "gateway")
+        for method, kind in _LISTS.items():
+            self.add(method, partial(self._merged_list, kind), types.ListPage)
+        # The last tables that clients have seen, by kind and by the unit of sharing.
+        self._tables: dict[tuple[str, str], Merged] = {}
+
+    def is_command(self, tool: str) -> bool:
+        places = [
+            table.places[tool]
+            for (kind, _), table in self._tables.items()
+            if kind == "tools" and tool in table.places
+        ]
+        return not places or any(
+            self.gateway.upstreams[place.server].use_of(place.name) == "once" for place in places
+        )
+
+    # --- lists ------------------------------------------------------------------------------------
+
+    async def _merged_list(self, kind: str, peer: Peer) -> object:
+        table, missing = await self._table(kind, peer.sender.caller, peer.session)
+        page: dict[str, Any] = {kind: table.entries}
+        if peer.session.revision.has("caching"):
+            page |= {"ttlMs": 0, "cacheScope": "private"}
+        if missing:
+            page["_meta"] = {MISSING_META: missing}
+            for name in missing:
+                self.gateway.await_back(name)
+        return encode(page)
+
+    async def _table(self, kind: str, caller: str, session: Session) -> tuple[Merged, list[str]]:
+        """Return the merged list of a kind, and the names of the upstreams that are left out."""
+        gateway = self.gateway
+        upstreams = list(gateway.upstreams.values())
+        reading = [
+            asyncio.create_task(self._entries(upstream, kind, caller, session))
+            for upstream in upstreams
+        ]
+        if reading:
+            _, late = await asyncio.wait(reading, timeout=LIST_TIME)
+            for task in late:
+                task.cancel()
+        lists: dict[str, list[Raw]] = {}
+        missing: list[str] = []
+        for upstream, task in zip(upstreams, reading, strict=True):
+            found: list[Raw] | None = None
+            if task.done() and not task.cancelled() and task.exception() is None:
+                found = task.result()
+            if found is None:
+                missing.append(upstream.name)
+                # A tool that was seen before stays listed.
+                found = gateway.seen.get((upstream.name, kind))
+            if found is not None:
+                lists[upstream.name] = found
+        table = merged(kind, lists, prefixes=gateway.settings.names == "prefix")
+        self._tables[kind, caller] = table
+        return table, missing
+
+    async def _entries(
+        self, upstream: "Upstream", kind: str, caller: str, session: Session
+    ) -> list[Raw] | None:
+        """Return the list of one upstream; None if it does not give it."""
+        try:
+            return await self.gateway.entries(upstream, kind, caller, session)
+        except (RpcError, CallFailed) as error:
+            logger.debug("%s is left out of %s: %s", upstream.name, kind, error)
+            return None
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    async def respond(
+        self,
+        message: Incoming,
+        session: Session,
+        outlet: Outlet,
+        sender: Sender,
+        *,
+        params: Any = None,
+        key: str | None = None,
+        position: int | None = None,
+        linked: Linked | None = None,
+    ) -> bytes | None:
+        if isinstance(message, Envelope) and message.id is not UNSET:
+            found = await self._route(message, session, sender)
+            if found is not None:
+                upstream, own = found
+                return await self.relayed(upstream, own, session, outlet, sender, key)
+        return await super().respond(
+            message,
+            session,
+            outlet,
+            sender,
+            params=params,
+            key=key,
+            position=position,
+            linked=linked,
+        )
+
+    async def _route(
+        self, message: Envelope, session: Session, sender: Sender
+    ) -> "tuple[Upstream, Envelope] | None":
+        """Return the upstream of a request, and the request with the name there."""
+        members = members_of(message.params)
+        if message.method == "completion/complete":
+            ref = members_of(members.get("ref", UNSET))
+            kind = "prompts" if "name" in ref else "resourceTemplates"
+            member = "name" if "name" in ref else "uri"
+            place = await self._place(kind, ref.get(member), session, sender)
+            own = raw_of({**ref, member: Raw(encode(place.name))})
+            return self.gateway.upstreams[place.server], _with(message, "ref", own)
+        known = {
+            "tools/call": ("tools", "name"),
+            "prompts/get": ("prompts", "name"),
+            "resources/read": ("resources", "uri"),
+            "resources/subscribe": ("resources", "uri"),
+            "resources/unsubscribe": ("resources", "uri"),
+        }.get(message.method)
+        if known is None:
+            return None
+        kind, member = known
+        place = await self._place(kind, members.get(member), session, sender)
+        upstream = self.gateway.upstreams[place.server]
+        if message.method == "resources/subscribe":
+            session.subscriptions.add(_uri_of(message))
+        return upstream, _with(message, member, Raw(encode(place.name)))
+
+    async def _place(self, kind: str, stated: Raw | None, session: Session, sender: Sender) -> Any:
+        """Return the place of a name, by the table that clients of this caller have seen."""
+        try:
+            name = _decode_text(stated or b"null")
+        except msgspec.DecodeError:
+            raise InvalidParams("params: expected the name or the URI as a string") from None
+        table = self._tables.get((kind, sender.caller))
+        if table is None or name not in table.places:
+            table, missing = await self._table(kind, sender.caller, session)
+            if kind == "tools" and name not in table.places and name not in table.shared:
+                self._refuse_denied(name)
+                if missing:
+                    self._refuse_missing(name, missing)
+        if kind == "resources" and name not in table.places:
+            place = await self._by_template(name, session, sender)
+            if place is not None:
+                return place
+        return table.find(name)
+
+    def _refuse_missing(self, name: str, missing: list[str]) -> None:
+        """Raise `UpstreamUnavailable` if a tool may be that of an upstream that is down."""
+        server = name.partition("__")[0]
+        if server in missing:
+            raise self.gateway.upstreams[server].unavailable("it is down")
+        down = ", ".join(missing)
+        raise UpstreamUnavailable(
+            f"no server that is up has the tool {name[:100]!r}, and these are down: {down}",
+            upstream=missing[0],
+            ran="no",
+        )
+
+    def _refuse_denied(self, name: str) -> None:
+        for upstream in self.gateway.upstreams.values():
+            denied = upstream.denied
+            if name in denied or name.removeprefix(f"{upstream.name}__") in denied:
+                raise InvalidParams(
+                    f"the tool {name[:100]!r} of {upstream.name} is denied here", ran="no"
+                )
+
+    async def _by_template(self, uri: str, session: Session, sender: Sender) -> Any:
+        """Return the upstream whose template has the longest literal beginning that fits."""
+        table, _ = await self._table("resourceTemplates", sender.caller, session)
+        fitting = [
+            (len(beginning(place.name)), place)
+            for place in table.places.values()
+            if beginning(place.name) and uri.startswith(beginning(place.name))
+        ]
+        if not fitting:
+            return None
+        best = max(fitting, key=lambda each: each[0])[1]
+        return structs.replace(best, name=uri)
+
+
+def changed(front: Front, message: Arrived) -> None:
+    """Tell the clients of a front what has changed at an upstream."""
+    for kind in _CHANGES.get(str(message.method), ()):
+        if kind != "resourceTemplates":
+            front.hub.notify(kind)
+    if message.method == "notifications/resources/updated" and message.params is not UNSET:
+        uri = members_of(message.params).get("uri")
+        if uri is not None:
+            front.hub.notify("updated", _decode_text(uri))
+
+
+async def read_list(session: UpstreamSession, kind: str) -> list[Raw]:
+    """Return all entries of a list of an upstream."""
+    entries: list[Raw] = []
+    members: dict[str, Any] = {}
+    if session.revision in STATELESS:
+        members = {**members_of(envelope())}
+    for _ in range(MOST_PAGES):
+        page = await session.ask(_METHODS[kind], raw_of(members))
+        found = members_of(page)
+        if kind == "tools":
+            session.upstream.learn(page, is_first="cursor" not in members)
+        entries += msgspec.json.decode(found.get(kind, b"[]"), type=list[Raw])
+        if "nextCursor" not in found:
+            return entries
+        members["cursor"] = found["nextCursor"]
+    return entries
+
+
+def kinds_of(message: Arrived) -> tuple[str, ...]:
+    """Return the kinds of lists that a notification of an upstream is about."""
+    return _CHANGES.get(str(message.method), ())
+
+
+def offers(described: dict[str, Any], kind: str) -> bool:
+    """Return whether an upstream has a kind of list."""
+    capability = "resources" if kind == "resourceTemplates" else kind
+    return capability in described["capabilities"] and kind in NAMED
+
+
+def _with(message: Envelope, member: str, value: Raw) -> Envelope:
+    return structs.replace(message, params=with_member(message.params, member, value))
+
+
+def _uri_of(message: Envelope) -> str:
+    return str(_decode_text(members_of(message.params).get("uri", b'""')))

@@ -1,0 +1,461 @@
+"""`Gateway`: an app whose tools are those of other servers.
+
+1. All upstreams share one dispatcher and one ledger. `/mcp/NAME` is one of them, `/mcp` is all.
+2. A conversation with an upstream is shared by the callers that its `share` names.
+3. An upstream that is down, slow or wrong does not harm the others: it is left out of lists, named
+   in `_meta`, and tried again in the background.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Raw, structs
+
+from wirecall.app import GRACE, App
+from wirecall.client.delivery import Clock
+from wirecall.errors import CallFailed, RpcError
+from wirecall.files import replace_file
+from wirecall.gateway.fronts import (
+    BACK_AFTER,
+    BACK_AT_MOST,
+    Front,
+    MergedFront,
+    UpstreamFront,
+    changed,
+    kinds_of,
+    offers,
+    read_list,
+)
+from wirecall.gateway.offers import NAMED
+from wirecall.gateway.origins import origin_of
+from wirecall.gateway.session import UpstreamSession, Wishes
+from wirecall.gateway.settings import GatewaySettings, UpstreamSettings
+from wirecall.gateway.upstream import REAL, Places, Upstream
+from wirecall.ledger.base import LedgerDown, State
+from wirecall.logs import announce, escaped
+from wirecall.mcp.revisions import HANDSHAKE, REVISIONS
+from wirecall.mcp.server.peer import Session
+from wirecall.mcp.server.sessions import Sealer
+from wirecall.protocol.messages import Arrived, encode
+from wirecall.transports.reaper import Reaper
+from wirecall.transports.request import HttpError, HttpRequest
+from wirecall.version import __version__
+
+if TYPE_CHECKING:
+    from wirecall.mcp.server.server import Server
+    from wirecall.transports.health import Ready
+    from wirecall.transports.http_server import HttpServer
+    from wirecall.transports.request import Endpoint
+
+# Records of unknown outcomes that `/status` counts.
+MOST_UNKNOWN = 1000
+# The beginning of the unit of a conversation that one session owns.
+OWN = "session "
+# Conversations with one upstream.
+MOST_SESSIONS = 16
+# Conversations that have ended, and whose log level and subscriptions the next one repeats.
+MOST_WISHES = 1000
+
+
+class Gateway(App):
+    """Other MCP servers as one: each command takes effect once, and each server may fail alone."""
+
+    def __init__(self, settings: GatewaySettings, *, clock: Clock = REAL) -> None:
+        super().__init__(
+            "gateway",
+            version=__version__,
+            mode="production",
+            ledger=settings.ledger,
+            audit=settings.audit,
+            limits=settings.limits,
+            auth=settings.auth,
+            single_user=settings.is_single_user,
+            secret=_secret_beside(settings.ledger),
+        )
+        self.settings = settings
+        self._clock = clock
+        self.sealer = Sealer(self._secret)
+        self._reaper = Reaper()
+        references = settings.references()
+        self.upstreams: dict[str, Upstream] = {}
+        self._stated: dict[str, UpstreamSettings] = {}
+        for each in settings.upstreams:
+            origin = structs.replace(
+                origin_of(each, references), digest=each.digest, allows=each.allows
+            )
+            self.upstreams[each.name] = Upstream(origin, reaper=self._reaper, clock=clock)
+            self._stated[each.name] = each
+        # By upstream and unit of sharing.
+        self._conversations: dict[tuple[str, str], asyncio.Task[UpstreamSession]] = {}
+        # Conversations for one call each, and the places for them.
+        self._singles: set[UpstreamSession] = set()
+        self._single_places = {name: Places(MOST_SESSIONS) for name in self.upstreams}
+        # Of conversations that have ended, for the next ones.
+        self._wishes: dict[tuple[str, str], Wishes] = {}
+        # The lists of upstreams: those that are valid, and the last that were seen.
+        self._lists: dict[tuple[str, str, str], list[Raw]] = {}
+        self.seen: dict[tuple[str, str], list[Raw]] = {}
+        self._fronts: dict[str, Front] = {}
+        self._background: set[asyncio.Task[Any]] = set()
+        self._awaited: set[str] = set()
+
+    # --- conversations ----------------------------------------------------------------------------
+
+    async def borrow(self, upstream: Upstream, caller: str, session: Session) -> UpstreamSession:
+        """Return the conversation with an upstream that this client may use.
+
+        `give_back` must follow.
+        """
+        key = (upstream.name, self._unit(upstream, caller, session))
+        if self.has_singles(upstream):
+            return await self._borrow_single(upstream, key, session)
+        while True:
+            opening = self._opened_once(upstream, key, session)
+            try:
+                conversation = await asyncio.shield(opening)
+            except (CallFailed, TimeoutError) as error:
+                raise upstream.unavailable(str(error) or "it did not answer in time") from error
+            # It may have ended before this task ran.
+            if self._conversations.get(key) is opening:
+                conversation.enter()
+                return conversation
+
+    def give_back(self, conversation: UpstreamSession) -> None:
+        """End the use of a conversation that was borrowed."""
+        conversation.leave()
+        if conversation in self._singles:
+            self.start(self._end_single(conversation))
+
+    async def _borrow_single(
+        self, upstream: Upstream, key: tuple[str, str], session: Session
+    ) -> UpstreamSession:
+        """Open a conversation for one call."""
+        places = self._single_places[upstream.name]
+        try:
+            await places.take()
+            try:
+                conversation = await self._opened(upstream, key, session)
+            except BaseException:
+                places.give_back()
+                raise
+        except (CallFailed, TimeoutError) as error:
+            raise upstream.unavailable(str(error) or "it did not answer in time") from error
+        self._singles.add(conversation)
+        conversation.enter()
+        return conversation
+
+    async def _end_single(self, conversation: UpstreamSession) -> None:
+        """End a conversation after its call. A command may still run, although its caller left."""
+        await conversation.quiet()
+        self._singles.discard(conversation)
+        try:
+            await conversation.aclose()
+        finally:
+            self._single_places[conversation.upstream.name].give_back()
+
+    @asynccontextmanager
+    async def conversation(
+        self, upstream: Upstream, caller: str, session: Session
+    ) -> AsyncIterator[UpstreamSession]:
+        """Borrow a conversation with an upstream in the block."""
+        conversation = await self.borrow(upstream, caller, session)
+        try:
+            yield conversation
+        finally:
+            self.give_back(conversation)
+
+    def _opened_once(
+        self, upstream: Upstream, key: tuple[str, str], session: Session
+    ) -> "asyncio.Task[UpstreamSession]":
+        """Return the task that opens a conversation, or has opened it."""
+        opening = self._conversations.get(key)
+        if opening is not None and not (opening.done() and _has_failed(opening)):
+            return opening
+        self._make_room(upstream)
+        opening = asyncio.create_task(self._opened(upstream, key, session))
+        self._conversations[key] = opening
+        idle = self.settings.idle_of(self._stated[upstream.name])
+        if idle is not None:
+            self.start(self._end_idle(key, opening, idle))
+        return opening
+
+    async def _end_idle(
+        self, key: tuple[str, str], opening: "asyncio.Task[UpstreamSession]", idle: float
+    ) -> None:
+        """End a conversation that was not used for a time. The next call opens another."""
+        await asyncio.wait([opening])
+        if _has_failed(opening):
+            return
+        conversation = opening.result()
+        while self._conversations.get(key) is opening:
+            await conversation.quiet()
+            rest = idle - conversation.unused
+            if rest > 0:
+                await self._clock.sleep(rest)
+                continue
+            del self._conversations[key]
+            self._remember(key, conversation.wishes)
+            await conversation.aclose()
+            conversation.upstream.starts.forgive()
+            conversation.upstream.tools = None
+
+    def _remember(self, key: tuple[str, str], wishes: Wishes) -> None:
+        """Keep what a conversation that ends has asked for."""
+        if not wishes:
+            return
+        self._wishes[key] = wishes
+        if len(self._wishes) > MOST_WISHES:
+            del self._wishes[next(iter(self._wishes))]
+
+    def _unit(self, upstream: Upstream, caller: str, session: Session) -> str:
+        share = self.settings.share_of(self._stated[upstream.name])
+        if share == "all":
+            return ""
+        if share in ("caller", "call"):
+            return f"caller {caller}"
+        return f"{OWN}{session.id or caller}"
+
+    def has_singles(self, upstream: Upstream) -> bool:
+        """Return whether each call has a conversation with an upstream for itself."""
+        return self._stated[upstream.name].share == "call"
+
+    def is_owned(self, upstream: Upstream, session: Session) -> bool:
+        """Return whether one session of a client has a conversation with an upstream for itself."""
+        share = self.settings.share_of(self._stated[upstream.name])
+        return share == "session" and session.id is not None
+
+    async def _opened(
+        self, upstream: Upstream, key: tuple[str, str], client: Session
+    ) -> UpstreamSession:
+        unit = key[1]
+        conversation = UpstreamSession(upstream)
+        conversation.on_notification = partial(self._notified, upstream, unit)
+        capabilities: dict[str, Any] = {}
+        name: dict[str, str] | None = None
+        if unit.startswith(OWN) and client.id is not None:
+            capabilities = client.capabilities
+            name = client.client
+        try:
+            stated = REVISIONS.get(self._stated[upstream.name].revision)  # None: "auto"
+            await conversation.open(
+                stated or client.revision, capabilities, name, is_stated=stated is not None
+            )
+            if key in self._wishes:
+                await conversation.repeat(self._wishes[key])
+                del self._wishes[key]
+        except BaseException:
+            await conversation.aclose()
+            raise
+        upstream.starts.welcome()
+        # The lists of an earlier server do not count.
+        for kind in NAMED:
+            self._lists.pop((*key, kind), None)
+        return conversation
+
+    def _make_room(self, upstream: Upstream) -> None:
+        """End the oldest conversation with an upstream that has too many."""
+        known = [key for key in self._conversations if key[0] == upstream.name]
+        for key in known[: max(0, len(known) - MOST_SESSIONS + 1)]:
+            opening = self._conversations[key]
+            if opening.done() and not _has_failed(opening) and opening.result().is_busy:
+                continue
+            del self._conversations[key]
+            self.start(_closed(opening))
+
+    def _notified(self, upstream: Upstream, unit: str, message: Arrived) -> None:
+        """Take a notification of an upstream: its lists may have changed."""
+        for kind in kinds_of(message):
+            self._lists.pop((upstream.name, unit, kind), None)
+            if kind == "tools":
+                upstream.tools = None
+        for front in (self._fronts.get("/mcp"), self._fronts.get(f"/mcp/{upstream.name}")):
+            if front is not None:
+                changed(front, message)
+
+    async def entries(
+        self, upstream: Upstream, kind: str, caller: str, session: Session
+    ) -> list[Raw]:
+        """Return a list of an upstream, without the tools that are denied."""
+        key = (upstream.name, self._unit(upstream, caller, session), kind)
+        known = self._lists.get(key)
+        # Without a conversation that stays, a change of the list is not noticed.
+        if known is not None and upstream.is_up and not self.has_singles(upstream):
+            return known
+        found: list[Raw] = []
+        async with self.conversation(upstream, caller, session) as conversation:
+            if offers(conversation.described(), kind):
+                await conversation.ready()
+                found = await read_list(conversation, kind)
+        if kind == "tools":
+            found = upstream.allowed(found)
+        self._lists[key] = self.seen[upstream.name, kind] = found
+        return found
+
+    # --- in the background ------------------------------------------------------------------------
+
+    def start(self, work: Coroutine[Any, Any, object]) -> None:
+        """Run work that nothing waits for."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def await_back(self, name: str) -> None:
+        """Try an upstream that was left out until it is back, and tell clients then."""
+        if name not in self._awaited:
+            self._awaited.add(name)
+            self.start(self._back(self.upstreams[name]))
+
+    async def _back(self, upstream: Upstream) -> None:
+        pause = BACK_AFTER
+        client = Session(HANDSHAKE[-1])
+        try:
+            while True:
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, BACK_AT_MOST)
+                try:
+                    await self.entries(upstream, "tools", "", client)
+                except (RpcError, CallFailed):
+                    continue
+                break
+        finally:
+            self._awaited.discard(upstream.name)
+        front = self._fronts.get("/mcp")
+        if front is not None:
+            for kind in ("tools", "prompts", "resources"):
+                front.hub.notify(kind)
+
+    async def reach_all(self) -> None:
+        """Reach every upstream, and print a line for each."""
+        await asyncio.gather(*(self._reach(upstream) for upstream in self.upstreams.values()))
+
+    async def _reach(self, upstream: Upstream) -> None:
+        try:
+            tools = await self.entries(upstream, "tools", "", Session(HANDSHAKE[-1]))
+            announce(escaped(f"{upstream.name}: ready, {len(tools)} tools"))
+        except (RpcError, CallFailed) as error:
+            announce(escaped(f"{upstream.name}: {error}"))
+
+    # --- serving ----------------------------------------------------------------------------------
+
+    def _mcp_servers(self) -> "dict[str, Server]":
+        self._fronts = {"/mcp": MergedFront(self)}
+        for name, upstream in self.upstreams.items():
+            self._fronts[f"/mcp/{name}"] = UpstreamFront(self, upstream)
+        return dict(self._fronts)
+
+    def mcp(self) -> "Server":
+        """Return the server of all upstreams."""
+        if "/mcp" not in self._fronts:
+            self._mcp_servers()
+        return self._fronts["/mcp"]
+
+    def asgi(
+        self,
+        *,
+        routes: "Mapping[str, Endpoint] | None" = None,
+        ready: "Ready | None" = None,
+    ) -> "HttpServer":
+        """Return an ASGI application with `/mcp`, `/mcp/NAME` and `/status`."""
+
+        async def status(request: HttpRequest) -> None:
+            if request.method != "GET":
+                raise HttpError(405, "ask with GET", [("allow", "GET")])
+            await request.respond(200, encode(await self.status()))
+
+        return super().asgi(
+            routes={"/status": status, **(routes or {})}, ready=ready or self._required
+        )
+
+    async def _required(self) -> str | None:
+        """Return which upstream that is required is down, or None."""
+        for name, stated in self._stated.items():
+            if stated.required and not self.upstreams[name].is_up:
+                return f"the upstream {name} is down"
+        return None
+
+    async def _enter(self) -> None:
+        await super()._enter()
+        self.start(self.reach_all())
+
+    async def status(self) -> dict[str, Any]:
+        """Return the state of each upstream."""
+        unknown = await self._unknown()
+        found = {}
+        for name, upstream in self.upstreams.items():
+            sessions = sum(key[0] == name for key in self._conversations)
+            sessions += sum(each.upstream is upstream for each in self._singles)
+            pids = [child.pid for child in upstream.children if child.pid is not None]
+            found[name] = {
+                "up": upstream.is_up,
+                "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(upstream.since)),
+                "sessions": sessions,
+                "pids": pids,
+                "in_flight": upstream.places.taken,
+                "breaker": "open" if upstream.breaker.is_open else "closed",
+                "starts": upstream.starts.count,
+                "reason": upstream.breaker.reason or None,
+                "unknown": sum(f":{upstream.origin.label}/" in method for method in unknown),
+            }
+        return {"single_user": self.settings.is_single_user, "upstreams": found}
+
+    async def _unknown(self) -> list[str]:
+        """Return the methods of the records whose outcome is unknown."""
+        try:
+            records = await (await self.ledger()).list(state=State.UNKNOWN, limit=MOST_UNKNOWN)
+        except LedgerDown:
+            return []
+        return [record.id.method for record in records]
+
+    async def aclose(self, grace: float = GRACE) -> None:
+        """Finish the commands that run, and end all upstreams."""
+        try:
+            await super().aclose(grace)
+        finally:
+            for task in list(self._background):
+                task.cancel()
+            if self._background:
+                await asyncio.wait(self._background)
+            openings = list(self._conversations.values())
+            self._conversations.clear()
+            await asyncio.gather(
+                *(_closed(opening) for opening in openings),
+                *(single.aclose() for single in self._singles),
+            )
+            self._singles.clear()
+            await self._reaper.aclose()
+
+
+def _has_failed(opening: "asyncio.Task[UpstreamSession]") -> bool:
+    return opening.cancelled() or opening.exception() is not None
+
+
+async def _closed(opening: "asyncio.Task[UpstreamSession]") -> None:
+    """End a conversation, also one that is being opened."""
+    if not opening.done():
+        opening.cancel()
+        await asyncio.wait([opening])
+    if not _has_failed(opening):
+        await opening.result().aclose()
+
+
+def _secret_beside(ledger: str) -> str | None:
+    """Return the secret of the sessions, which is kept in a file beside the ledger.
+
+    Sessions of clients continue after a restart.
+    """
+    scheme, _, path = ledger.partition(":")
+    if scheme != "sqlite" or not path:
+        return None
+    file = Path(path.partition("?")[0] + ".secret")
+    if file.exists():
+        return file.read_text().strip()
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    secret = os.urandom(32).hex()
+    replace_file(file, secret.encode())
+    return secret

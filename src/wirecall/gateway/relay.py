@@ -1,0 +1,574 @@
+"""One client in front of one server: everything that either of them sends reaches the other.
+
+    request of the client       its own id stays here; commands go through the ledger (`forward`)
+    notification of the client  passed on; a cancellation by the rules below
+    answer of the client        passed on under the id of the server's request
+    request of the server       passed on under an id of this relay
+    notification of the server  passed on; progress under the client's token
+
+A client cancels on every timeout, and a command that has begun finishes anyway. So:
+
+1. The cancellation of a query is passed on, and nothing waits for its answer any more.
+2. The cancellation of a command is passed on only if it has a reason that does not speak of time.
+   Its answer is awaited and recorded in any case.
+3. `initialize` is never cancelled.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from itertools import count
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
+from msgspec import UNSET, Raw, Struct, UnsetType
+
+from wirecall.errors import (
+    BadInput,
+    CallFailed,
+    Gone,
+    InvalidParams,
+    NotCapable,
+    RpcError,
+    UpstreamUnavailable,
+)
+from wirecall.gateway import translate
+from wirecall.gateway.forward import FORWARD, Forward, Interim, asks, forwarded
+from wirecall.gateway.session import START_TIME, Report, UpstreamSession
+from wirecall.gateway.wire import (
+    META,
+    answer,
+    members_of,
+    raw_of,
+    refuse_doubles,
+    request,
+    token_of,
+    with_member,
+    with_meta,
+)
+from wirecall.logs import logger
+from wirecall.mcp.revisions import REVISIONS, Revision
+from wirecall.mcp.server.messages import Answers, ClientAnswer, Id
+from wirecall.mcp.server.sessions import Sealer
+from wirecall.mcp.types import (
+    KEY_META,
+    PREFIX,
+    RECOGNISED_META,
+    RECORDED_META,
+    REPLAYED_META,
+    Cancelled,
+)
+from wirecall.protocol.messages import Arrived, Envelope, encode
+from wirecall.protocol.sender import Sender
+from wirecall.server.call import Call, Frame
+from wirecall.server.policy import identify
+
+if TYPE_CHECKING:
+    from wirecall.server.dispatch import Dispatcher
+    from wirecall.server.method import Method
+
+Ask: TypeAlias = Callable[[], Awaitable[Raw]]
+Send: TypeAlias = Callable[[bytes], Awaitable[None]]
+
+# Seconds for which a client may keep the state of a call that asks.
+STATE = 3600.0
+# Messages of the server that wait for a client that does not read.
+MOST_WAITING = 10_000
+# Pages of a list of tools that are read to find the kind of a tool.
+MOST_PAGES = 100
+# Methods that only read, so a lost answer is asked for a second time.
+_READS = frozenset(
+    {
+        "initialize",
+        "ping",
+        "server/discover",
+        "tools/list",
+        "prompts/list",
+        "prompts/get",
+        "resources/list",
+        "resources/templates/list",
+        "resources/read",
+        "completion/complete",
+        "logging/setLevel",
+        "resources/subscribe",
+        "resources/unsubscribe",
+    }
+)
+_NO_ARGUMENTS = Raw(b"{}")
+_VERSION = f"{PREFIX}protocolVersion"
+
+_decode_cancelled = msgspec.json.Decoder(Cancelled).decode
+_decode_text = msgspec.json.Decoder(str).decode
+
+
+class Called(Struct):
+    """The params of `tools/call` that matter here."""
+
+    name: str
+    arguments: Raw = _NO_ARGUMENTS
+    idempotency_key: Any = UNSET
+    key: Any = msgspec.field(default=UNSET, name="idempotencyKey")
+    meta: dict[str, Raw] = msgspec.field(default_factory=dict, name=META)
+
+    @property
+    def stated_key(self) -> object:
+        """The key in `_meta`, if there is one."""
+        stated = self.meta.get(KEY_META)
+        if stated is None:
+            return UNSET
+        return msgspec.json.decode(stated)
+
+
+decode_called = msgspec.json.Decoder(Called).decode
+
+
+class _Reason(Struct):
+    reason: Any = None
+
+
+_decode_reason = msgspec.json.Decoder(_Reason).decode
+
+
+class Flying(Struct, eq=False):
+    """One request of the client that is not answered yet."""
+
+    is_command: bool
+    forward: Forward
+    # The task that waits for the answer.
+    task: "asyncio.Task[Any] | None"
+    is_cancelled: bool = False
+
+
+class Outbox:
+    """The messages of a server for one client, in their order.
+
+    Of several reports of one call that wait, the last is sent.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._pending: dict[object, bytes] = {}
+        self._numbers = count()
+        self._news: asyncio.Future[None] | None = None
+        self._pump: asyncio.Task[None] | None = None
+        self._is_ending = False
+
+    def put(self, message: bytes, key: object = None) -> None:
+        """Send a message soon. One with the same key, if it still waits, is replaced."""
+        if len(self._pending) >= MOST_WAITING:
+            logger.warning("a client does not read: a message of its server is dropped")
+            return
+        if key is None:
+            key = ("message", next(self._numbers))
+        self._pending[key] = message
+        if self._pump is None:
+            self._pump = asyncio.get_running_loop().create_task(self._run())
+        elif self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+    def drop(self, key: object) -> None:
+        """Do not send a message that still waits."""
+        self._pending.pop(key, None)
+
+    async def _run(self) -> None:
+        while True:
+            while self._pending:
+                key = next(iter(self._pending))
+                with suppress(Gone):
+                    await self._send(self._pending.pop(key))
+            if self._is_ending:
+                return
+            self._news = asyncio.get_running_loop().create_future()
+            await self._news
+
+    async def finish(self) -> None:
+        """Send what still waits, and end."""
+        self._is_ending = True
+        if self._pump is None:
+            return
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+        await asyncio.wait([self._pump])
+
+    async def aclose(self) -> None:
+        if self._pump is not None:
+            self._pump.cancel()
+            await asyncio.wait([self._pump])
+
+
+class Relay:
+    """One client in front of one server."""
+
+    def __init__(
+        self,
+        session: UpstreamSession,
+        dispatcher: "Callable[[], Dispatcher]",
+        answers: Answers,
+        send: Send,
+        flying: "dict[Id, Flying] | None" = None,
+        sealer: Sealer | None = None,
+    ) -> None:
+        self.upstream = session.upstream
+        self.session = session
+        self.outbox = Outbox(send)
+        self._dispatcher = dispatcher
+        self._answers = answers
+        # Seals the states of a server that several callers share. None: there is one client.
+        self._sealer = sealer
+        # The requests of the client that are not answered yet, by id.
+        self._flying: dict[Id, Flying] = {} if flying is None else flying
+        # The ids of the server's requests by ours.
+        self._questions: dict[int, object] = {}
+        self._numbers = count(1)
+
+    def own(self) -> None:
+        """Take everything that the server sends: this client is its only one."""
+        self.session.on_request = self._asked
+        self.session.on_notification = self._notified
+
+    @property
+    def revision(self) -> Revision | None:
+        """The revision of the handshake; None before it, and without one."""
+        return self.session.revision
+
+    async def aclose(self) -> None:
+        """End the conversation with the server."""
+        await self.outbox.aclose()
+        await self.session.aclose()
+
+    # --- requests of the client -------------------------------------------------------------------
+
+    async def answer(
+        self,
+        message: Envelope,
+        sender: Sender,
+        key: str | None = None,
+        client: Revision | None = None,
+    ) -> bytes | None:
+        """Return the answer to a request; None if the client has cancelled it.
+
+        `client` is the revision of the client, if it may differ from the server's.
+        """
+        id = message.id
+        assert isinstance(id, (int, str))  # `messages.read` has checked it
+        task = asyncio.current_task()
+        flying = Flying(False, Forward(self.session, message.params, self._report(message)), task)
+        if id in self._flying or message.method == "initialize":
+            flying.task = None  # it cannot be cancelled by its id
+        else:
+            self._flying[id] = flying
+        try:
+            params = translate.params_for(message.params, client, self.revision)
+            flying.forward.params = self._with_their_state(params, message.method, sender)
+            result = await self._result(message, id, flying, sender, key)
+            if asks(Raw(result)):
+                result = self._asking(result, message.method, sender, client)
+            return answer(id, translate.result_for(result, client, self.revision, self.session))
+        except RpcError as error:
+            return self._answers.failure(id, self._worded(flying, error), client or self.revision)
+        except asyncio.CancelledError:
+            if task is None or not flying.is_cancelled or task.cancelling() > 1:
+                raise
+            task.uncancel()
+            return None
+        finally:
+            if self._flying.get(id) is flying:
+                del self._flying[id]
+            self.outbox.drop(("progress", id))
+
+    # --- questions of a server without requests (2026-07-28) --------------------------------------
+
+    def _asking(self, result: bytes, method: str, sender: Sender, client: Revision | None) -> bytes:
+        """Return the questions of a server, with its state inside a sealed one of this caller."""
+        if client is not None and not client.is_stateless:
+            raise NotCapable("the server asks, and the gateway has not declared that it may")
+        if self._sealer is None:
+            return result
+        members: dict[str, Any] = {**members_of(Raw(result))}
+        state = members.get("requestState")
+        if state is None:
+            return result
+        sealed = self._sealer.seal(f"{self.upstream.name} {method}", sender.caller, state, STATE)
+        return bytes(raw_of({**members, "requestState": sealed}))
+
+    def _with_their_state(
+        self, params: Raw | UnsetType, method: str, sender: Sender
+    ) -> Raw | UnsetType:
+        """Return params with the server's own state in place of the sealed one."""
+        if self._sealer is None or params is UNSET or bytes(params).find(b"requestState") < 0:
+            return params
+        stated = members_of(params).get("requestState")
+        if stated is None:
+            return params
+        try:
+            text = _decode_text(stated)
+        except msgspec.DecodeError:
+            raise InvalidParams("params.requestState: expected a string", ran="no") from None
+        found = self._sealer.open(f"{self.upstream.name} {method}", sender.caller, text)
+        if found is None:
+            raise BadInput(
+                "requestState: it was not issued for this call, or has expired", ran="no"
+            )
+        return with_member(params, "requestState", found.value)
+
+    def _worded(self, flying: Flying, error: RpcError) -> RpcError:
+        """Return an error for the client: the server's own words, if it has sent the error."""
+        own = flying.forward.error
+        if own is not None and own.code == error.code and own.message == error.message:
+            return own
+        return error
+
+    async def _result(
+        self, message: Envelope, id: Id, flying: Flying, sender: Sender, key: str | None
+    ) -> bytes:
+        """Return the result of a request."""
+        method = message.method
+        params = flying.forward.params
+        self._speak_for(params)
+        if method == "tools/call":
+            return await self._call(message, id, flying, sender, key)
+
+        async def ask() -> Raw:
+            if method == "initialize":
+                async with asyncio.timeout(START_TIME):
+                    return await self.session.initialize(params)
+            return await self.session.ask(
+                method, params, report=flying.forward.report, on_sent=flying.forward.note
+            )
+
+        result = await self._again(flying, ask, repeats=method in _READS)
+        if method == "tools/list":
+            self.upstream.learn(result, is_first="cursor" not in members_of(params))
+        self.session.note(method, params)
+        return bytes(result)
+
+    def _speak_for(self, params: Raw | UnsetType) -> None:
+        """Use the revision that a request of 2026-07-28 names: over HTTP, headers repeat it."""
+        if params is UNSET or bytes(params).find(b"protocolVersion") < 0:
+            return
+        stated = members_of(members_of(params).get(META, UNSET)).get(_VERSION)
+        if stated is None:
+            return
+        try:
+            self.session.link.revision = REVISIONS.get(_decode_text(stated))
+        except msgspec.DecodeError:
+            return
+
+    async def _again(self, flying: Flying, ask: Ask, *, repeats: bool) -> Raw:
+        """Send a request that is not a command, a second time if its answer is lost and it reads.
+
+        Raises `UpstreamUnavailable` if no answer comes.
+        """
+        upstream = self.upstream
+        for is_last in (not repeats, True):
+            try:
+                await upstream.places.take()
+                try:
+                    await self.session.ready()
+                    return await ask()
+                finally:
+                    upstream.places.give_back()
+            except RpcError as error:
+                if not isinstance(error, UpstreamUnavailable) or error.is_remote:
+                    flying.forward.error = error
+                raise
+            except TimeoutError as error:
+                raise upstream.unavailable(f"no answer within {START_TIME:g} s") from error
+            except CallFailed as error:
+                if is_last or error.ran == "no":
+                    raise upstream.unavailable(upstream.lost(error)) from error
+        raise AssertionError("the last attempt returns or raises")
+
+    # --- calls of tools ---------------------------------------------------------------------------
+
+    async def _call(
+        self, message: Envelope, id: Id, flying: Flying, sender: Sender, key: str | None
+    ) -> bytes:
+        """Return the result of `tools/call`."""
+        params = flying.forward.params
+        try:
+            call = decode_called(_NO_ARGUMENTS if params is UNSET else params)
+        except msgspec.DecodeError as error:
+            raise InvalidParams(f"params: {error}", ran="no") from None
+        # Written by us: of a member that occurs twice, server and gateway see the same one.
+        flying.forward.params = raw_of(members_of(params))
+        if not self.upstream.origin.allows(call.name):
+            raise InvalidParams(f"the tool {call.name[:100]!r} is denied here", ran="no")
+        await self._know(call.name, params)
+        if self.upstream.use_of(call.name) == "again":
+            return bytes(await self._again(flying, flying.forward.send, repeats=True))
+        refuse_doubles(message.params)
+        flying.is_command = True
+        return await self._command(id, call, flying, sender, key)
+
+    async def _know(self, name: str, params: Raw | UnsetType) -> None:
+        """Read the list of tools if the kind of a tool is not known.
+
+        A server that does not give it has commands only.
+        """
+        upstream = self.upstream
+        if upstream.tools is not None or name in upstream.origin.kinds:
+            return
+        if upstream.origin.trust == "none":
+            return
+        members: dict[str, Any] = {}
+        envelope = members_of(members_of(params).get(META, UNSET))
+        envelope.pop("progressToken", None)
+        if _VERSION in envelope:
+            members[META] = raw_of(envelope)
+        try:
+            await self.session.ready()
+            for page in range(MOST_PAGES):
+                listed = await self.session.ask("tools/list", raw_of(members))
+                cursor = upstream.learn(listed, is_first=page == 0)
+                if cursor is None:
+                    return
+                members["cursor"] = cursor
+        except (RpcError, CallFailed):
+            return
+
+    async def _command(
+        self, id: Id, params: Called, flying: Flying, sender: Sender, key: str | None
+    ) -> bytes:
+        """Return the result of a command: its own, or the recorded one of an equal call."""
+        method = self._method(params.name)
+        arguments = params.arguments
+        header = UNSET if key is None else key
+        key, digest = identify(
+            arguments, params.stated_key, params.idempotency_key, params.key, header
+        )
+        call = Call(
+            method,
+            Frame(sender),
+            id=id,
+            params=arguments,
+            record=f"tools/call:{method.record}",
+            key=key,
+            keyless=method.key != "off",
+            digest=digest,
+            values={FORWARD: flying.forward},
+        )
+        try:
+            result = await self._dispatcher().call(call)
+        except Interim as asked:
+            return bytes(asked.result)
+        marks: dict[str, Any] = {}
+        if call.replayed:
+            marks[REPLAYED_META] = True
+        if call.recognised:
+            marks[RECOGNISED_META] = True
+        if not call.recorded:
+            marks[RECORDED_META] = False
+        if marks and not asks(result):
+            result = with_meta(result, marks)
+        return bytes(result)
+
+    def _method(self, tool: str) -> "Method":
+        methods = self.upstream.methods
+        method = methods.get(tool)
+        if method is None:
+            method = methods[tool] = forwarded(self.upstream, tool)
+        return method
+
+    # --- progress ---------------------------------------------------------------------------------
+
+    def _report(self, message: Envelope) -> Report | None:
+        """Return the function that sends the progress of a request to the client."""
+        token = token_of(message.params)
+        if token is None:
+            return None
+        known = token
+        key = ("progress", message.id)
+
+        def report(params: Raw | UnsetType) -> None:
+            own = with_member(params, "progressToken", known)
+            self.outbox.put(request(None, "notifications/progress", own), key)
+
+        return report
+
+    # --- what the client sends without an answer --------------------------------------------------
+
+    async def take(self, message: Envelope) -> None:
+        """Take a notification of the client."""
+        try:
+            if message.method == "notifications/cancelled":
+                await cancel(self._flying, message.params)
+            else:
+                await self.session.notify(message.method, message.params)
+        except CallFailed as error:
+            logger.debug("a notification of a client was not taken: %s", error)
+
+    async def answered(self, message: ClientAnswer) -> None:
+        """Take the client's answer to a request of the server."""
+        if type(message.id) is not int or message.id not in self._questions:
+            return
+        theirs = encode(self._questions.pop(message.id))
+        name = b"result" if message.error is UNSET else b"error"
+        value = message.result if message.error is UNSET else message.error
+        body = b"{}" if value is UNSET else bytes(value)
+        try:
+            await self.session.send(b'{"jsonrpc":"2.0","id":%b,"%b":%b}' % (theirs, name, body))
+        except CallFailed as error:
+            logger.debug("an answer of a client was not taken: %s", error)
+
+    # --- what the server sends --------------------------------------------------------------------
+
+    def _asked(self, message: Arrived) -> None:
+        """Pass a request of the server on, under an id of this relay."""
+        id = next(self._numbers)
+        self._questions[id] = message.id
+        assert isinstance(message.method, str)
+        self.outbox.put(request(id, message.method, message.params))
+
+    def _notified(self, message: Arrived) -> None:
+        """Pass a notification of the server on."""
+        assert isinstance(message.method, str)
+        params = message.params
+        if message.method == "notifications/tools/list_changed":
+            self.upstream.tools = None
+        if message.method == "notifications/cancelled":
+            members = members_of(params)
+            theirs = members.get("requestId")
+            if theirs is None:
+                return
+            known = msgspec.json.decode(theirs)
+            ours = [id for id, question in self._questions.items() if question == known]
+            if not ours:
+                return
+            del self._questions[ours[0]]
+            members["requestId"] = Raw(encode(ours[0]))
+            params = raw_of(members)
+        self.outbox.put(request(None, message.method, params))
+
+
+async def cancel(requests: dict[Id, Flying], params: Raw | UnsetType) -> None:
+    """Cancel one of these requests, as a client asks."""
+    try:
+        id = _decode_cancelled(_NO_ARGUMENTS if params is UNSET else params).id
+    except msgspec.DecodeError:
+        return
+    flying = None
+    if isinstance(id, (int, str)):
+        flying = requests.get(id)
+    if flying is None or flying.task is None or flying.is_cancelled:
+        return
+    flying.is_cancelled = True
+    session = flying.forward.session
+    sent = flying.forward.sent
+    if not flying.is_command and sent is not None:
+        session.give_up(sent)
+    flying.task.cancel()
+    if sent is not None and (not flying.is_command or is_meant(params)):
+        await session.cancel(sent, params)
+
+
+def is_meant(params: Raw | UnsetType) -> bool:
+    """Return whether a person has cancelled a call. Clients also cancel on every timeout."""
+    try:
+        reason = _decode_reason(_NO_ARGUMENTS if params is UNSET else params).reason
+    except msgspec.DecodeError:
+        return False
+    if not isinstance(reason, str) or not reason.strip():
+        return False
+    words = reason.lower()
+    return "time" not in words and "deadline" not in words

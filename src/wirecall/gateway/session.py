@@ -1,0 +1,444 @@
+"""One conversation with a server behind the gateway.
+
+1. A request gets an id of this conversation, and its progress token is that id. The ids and tokens
+   of clients stay at the front.
+2. Everything else is passed on as it came: params, results, and messages that are not known here.
+3. The conversation remembers how its client has greeted the server. A server that was started again
+   is greeted in the same way: `initialize`, `notifications/initialized`, the log level, and the
+   subscriptions.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import UNSET, Raw, Struct, UnsetType
+
+from wirecall.client.exchange import AnyEntry, Entry, Exchange
+from wirecall.errors import BadAnswer, CallFailed, NotSent, Refused, RpcError
+from wirecall.gateway import translate
+from wirecall.gateway.link import RelayLineLink
+from wirecall.gateway.wire import members_of, one_line, raw_of, request, with_token
+from wirecall.mcp.client.links import McpHttpLink
+from wirecall.mcp.client.negotiate import PROBE
+from wirecall.mcp.revisions import HANDSHAKE, REVISIONS, STATELESS, Revision
+from wirecall.protocol.messages import Arrived, JsonObject, encode
+
+if TYPE_CHECKING:
+    from wirecall.gateway.upstream import Upstream
+
+INITIALIZED = "notifications/initialized"
+LEVEL = "logging/setLevel"
+SUBSCRIBE = "resources/subscribe"
+UNSUBSCRIBE = "resources/unsubscribe"
+# Seconds that a server may take to answer `initialize`: it may have to load its modules first.
+START_TIME = 60.0
+# How a server of 2024-11-05 answers a POST to its stream.
+_OLD = (400, 404, 405)
+# Seconds: the entry of a request needs a number, and the gateway has its own limits.
+_ENDLESS = 1e9
+
+Report = Callable[[Raw | UnsetType], None]
+
+
+class _Introduced(Struct, rename="camel"):
+    """The member of the result of `initialize` that matters here."""
+
+    protocol_version: str
+
+
+class _Uri(Struct):
+    uri: str
+
+
+class _Token(Struct, rename="camel"):
+    progress_token: Any = UNSET
+
+
+_decode_introduced = msgspec.json.Decoder(_Introduced).decode
+_decode_uri = msgspec.json.Decoder(_Uri).decode
+_decode_token = msgspec.json.Decoder(_Token).decode
+
+
+class Sent(Struct, eq=False):
+    """One request that waits for its answer."""
+
+    id: int
+    exchange: Exchange
+    # Takes the params of a progress notification. None: the client has not asked for progress.
+    report: Report | None
+
+
+class Wishes(Struct, eq=False):
+    """What the next server is asked for too: a log level, and subscriptions by URI."""
+
+    level: Raw | UnsetType | None = None
+    subscriptions: dict[str, Raw | UnsetType] = {}
+
+    def __bool__(self) -> bool:
+        return self.level is not None or bool(self.subscriptions)
+
+
+class UpstreamSession:
+    """One conversation with a server."""
+
+    def __init__(self, upstream: "Upstream") -> None:
+        self.upstream = upstream
+        self.link = upstream.link()
+        self.link.on_message = self._receive
+        # The revision that `initialize` has agreed on. None: there was no `initialize`.
+        self.revision: Revision | None = None
+        # Called with each request and notification of the server.
+        self.on_request: Callable[[Arrived], None] = self.refuse
+        self.on_notification: Callable[[Arrived], None] = lambda _message: None
+        # The answers to questions of the server that are refused.
+        self._refusals: set[asyncio.Task[None]] = set()
+        self._ids = count(1)
+        self._waiting: dict[int, Sent] = {}
+        # The connections over HTTP are made for an event loop.
+        self._has_pool = False
+        # What the server has said of itself.
+        self._introduced = Raw(b"{}")
+        # The greeting of the client.
+        self._introduction: Raw | UnsetType = UNSET
+        self._is_initialized = False
+        self.wishes = Wishes()
+        # The callers that have it now. `leave` must follow `enter`.
+        self._users = 0
+        # Set when a caller or a request ends.
+        self._news = asyncio.Event()
+        self._last_used = upstream.clock.time()
+
+    async def aclose(self) -> None:
+        """End the conversation, and with it the child."""
+        await self.link.aclose()
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    async def ready(self) -> None:
+        """Make the link, and greet the server if it was greeted before."""
+        if isinstance(self.link, RelayLineLink) and self.link.is_ready:
+            return
+        if isinstance(self.link, McpHttpLink) and not self._has_pool:
+            self._has_pool = True
+            await self.link.open()
+        await self.upstream.reach(self.link)
+
+    async def ask(
+        self,
+        method: str,
+        params: Raw | UnsetType,
+        *,
+        report: Report | None = None,
+        on_sent: Callable[[Sent], None] | None = None,
+    ) -> Raw:
+        """Send a request, and return its result.
+
+        A server that ended before anything was sent to it is started again, once. Raises an
+        `RpcError` that the server has sent, or a `CallFailed`.
+        """
+        try:
+            return await self._ask(method, params, report, on_sent)
+        except NotSent:
+            await self.ready()
+            return await self._ask(method, params, report, on_sent)
+
+    async def _ask(
+        self,
+        method: str,
+        params: Raw | UnsetType,
+        report: Report | None = None,
+        on_sent: Callable[[Sent], None] | None = None,
+    ) -> Raw:
+        sent = self._sending(method, params, report)
+        if on_sent is not None:
+            on_sent(sent)
+        return await self._settled(sent, self.link.exchange(sent.exchange))
+
+    def _sending(self, method: str, params: Raw | UnsetType, report: Report | None) -> Sent:
+        id = next(self._ids)
+        if isinstance(self.link, RelayLineLink):
+            self.link.last_id = id
+        if report is not None:
+            params = with_token(params, id)
+        entry: AnyEntry = Entry(method, self._named(params), _nothing, _ENDLESS, id=id)
+        exchange = Exchange(request(id, method, params), [entry], False)
+        sent = self._waiting[id] = Sent(id, exchange, report)
+        return sent
+
+    async def _settled(self, sent: Sent, sending: Awaitable[object]) -> Raw:
+        """Wait for the answer to a request; return its result."""
+        entry = sent.exchange.entries[0]
+        try:
+            await sending
+            sent.exchange.end_of_answers()
+        finally:
+            self._waiting.pop(sent.id, None)
+            self._note_use()
+        if entry.error is not None:
+            raise entry.error
+        return Raw(one_line(entry.raw))
+
+    def _named(self, params: Raw | UnsetType) -> object:
+        """Return the params for the headers that repeat them. On a pipe there are none."""
+        revision = self.link.revision
+        if not isinstance(self.link, McpHttpLink) or params is UNSET:
+            return None
+        if revision is None or not revision.has("http headers repeat the body"):
+            return None
+        return msgspec.json.decode(params)
+
+    async def cancel(self, sent: Sent, params: Raw | UnsetType) -> None:
+        """Pass a cancellation on, with the id of this conversation."""
+        members = members_of(params)
+        members["requestId"] = Raw(b"%d" % sent.id)
+        await self.notify("notifications/cancelled", raw_of(members))
+
+    def give_up(self, sent: Sent) -> None:
+        """Stop waiting for an answer without a word to the server."""
+        sent.exchange.open.clear()
+
+    # --- messages without an answer ---------------------------------------------------------------
+
+    async def notify(self, method: str, params: Raw | UnsetType) -> None:
+        """Pass a notification on, if there is a server to take it."""
+        if method == INITIALIZED:
+            self._is_initialized = True
+        await self.send(request(None, method, params))
+        if method == INITIALIZED:
+            await self.link.listen()
+
+    async def send(self, message: bytes) -> None:
+        """Send a message that has no answer. A server that has ended is not started for it."""
+        if isinstance(self.link, RelayLineLink) and not self.link.is_open:
+            return
+        await self.link.send(message)
+
+    def _receive(self, message: Arrived) -> None:
+        """Take a request or a notification of the server."""
+        if message.id is not UNSET:
+            self.on_request(message)
+            return
+        if message.method != "notifications/progress":
+            self.on_notification(message)
+            return
+        # A report for a token that is not known is dropped.
+        try:
+            token = _decode_token(raw_of({}) if message.params is UNSET else message.params)
+        except msgspec.DecodeError:
+            return
+        sent = None
+        if type(token.progress_token) is int:
+            sent = self._waiting.get(token.progress_token)
+        if sent is not None and sent.report is not None:
+            sent.report(message.params)
+
+    def refuse(self, message: Arrived) -> None:
+        """Refuse a question: nothing was declared, so a server should not ask. A ping is answered."""
+        ending = b'"error":{"code":-32601,"message":"Method not found"}'
+        if message.method == "ping":
+            ending = b'"result":{}'
+        answer = b'{"jsonrpc":"2.0","id":%b,%b}' % (encode(message.id), ending)
+        task = asyncio.get_running_loop().create_task(self._send_quietly(answer))
+        self._refusals.add(task)
+        task.add_done_callback(self._refusals.discard)
+
+    async def _send_quietly(self, message: bytes) -> None:
+        with suppress(CallFailed):
+            await self.send(message)
+
+    # --- the greeting -----------------------------------------------------------------------------
+
+    async def initialize(self, params: Raw | UnsetType) -> Raw:
+        """Pass the client's `initialize` on, and remember it; return its result."""
+        try:
+            result = await self._introduce(params)
+        except (Refused, RpcError) as refusal:
+            result = await self._introduce_older(params, refusal)
+        self._introduction = params
+        self.link.renew = self._renew
+        return result
+
+    async def _introduce(self, params: Raw | UnsetType) -> Raw:
+        sent = self._sending("initialize", params, None)
+        result = await self._settled(sent, self.link.post(sent.exchange))
+        try:
+            version = _decode_introduced(result).protocol_version
+        except msgspec.DecodeError as error:
+            raise BadAnswer(f"what answers initialize is not its result: {error}") from None
+        self.revision = self.link.revision = REVISIONS.get(version)
+        self._introduced = result
+        return result
+
+    async def open(
+        self,
+        revision: Revision,
+        capabilities: JsonObject | None = None,
+        client: Mapping[str, str] | None = None,
+        *,
+        is_stated: bool = False,
+    ) -> None:
+        """Greet the server for the gateway itself, which declares nothing, or for its one client.
+
+        The revision of its first client is offered. A server that does not have it decides, unless
+        the settings state the revision.
+        """
+        await self.ready()
+        try:
+            await self._open(revision, capabilities, client)
+        except (RpcError, Refused) as error:
+            if is_stated:
+                raise self._does_not_have(revision, str(error)) from error
+            raise
+        if is_stated and self.revision is not revision:
+            name = "another one" if self.revision is None else self.revision.name
+            raise self._does_not_have(revision, f"it speaks {name}")
+
+    def _does_not_have(self, revision: Revision, reason: str) -> NotSent:
+        """Return the error for a server that does not speak the revision of the settings."""
+        return NotSent(
+            f'revision = "{revision.name}" is set for it, and the server refuses that: {reason}; '
+            'remove the setting, or use "auto"'
+        )
+
+    async def _open(
+        self,
+        revision: Revision,
+        capabilities: JsonObject | None,
+        client: Mapping[str, str] | None,
+    ) -> None:
+        if revision.is_stateless and await self._discover():
+            return
+        offer = revision
+        if revision.is_stateless:
+            offer = HANDSHAKE[-1]
+        params = {
+            "protocolVersion": offer.name,
+            "capabilities": capabilities or {},
+            "clientInfo": client or translate.ME,
+        }
+        try:
+            async with asyncio.timeout(START_TIME):
+                await self.initialize(raw_of(params))
+        except (RpcError, Refused):
+            if revision.is_stateless or not await self._discover():
+                raise
+            return
+        await self.notify(INITIALIZED, UNSET)
+
+    async def _discover(self) -> bool:
+        """Ask the server for what it is at 2026-07-28; return whether it speaks that revision."""
+        newest = STATELESS[-1]
+        self.link.revision = newest
+        try:
+            async with asyncio.timeout(PROBE):
+                found = await self._ask("server/discover", translate.envelope())
+        except (RpcError, CallFailed, TimeoutError):
+            self.link.revision = None
+            return False
+        self.revision = newest
+        self._introduced = found
+        return True
+
+    def described(self) -> dict[str, Any]:
+        """Return what the server says of itself."""
+        return translate.introduced(self._introduced)
+
+    async def _introduce_older(self, params: Raw | UnsetType, refusal: Refused | RpcError) -> Raw:
+        """Try the transport of 2024-11-05 at the same address, or raise the refusal."""
+        link = self.link
+        if link.older is None or not isinstance(refusal, Refused) or refusal.status not in _OLD:
+            raise refusal
+        older = link.older()
+        try:
+            await older.open()
+        except CallFailed:
+            raise refusal from None
+        older.on_message = self._receive
+        self.link = older
+        await link.aclose()
+        return await self._introduce(params)
+
+    async def _renew(self) -> None:
+        """Greet a server that was started again as its client greeted the first."""
+        before = self.revision
+        self.link.revision = None
+        await self._introduce(self._introduction)
+        if self.revision is not before:
+            self.revision = before
+            raise NotSent("the server that was started again speaks another revision")
+        self.upstream.tools = None
+        if not self._is_initialized:
+            return
+        await self.link.send(request(None, INITIALIZED, UNSET))
+        await self.link.listen()
+        await self.repeat(self.wishes)
+
+    async def repeat(self, wishes: Wishes) -> None:
+        """Ask the server for what an earlier one was asked for."""
+        self.wishes = wishes
+        if wishes.level is not None:
+            await self._repeat(LEVEL, wishes.level)
+        for params in wishes.subscriptions.values():
+            await self._repeat(SUBSCRIBE, params)
+
+    async def _repeat(self, method: str, params: Raw | UnsetType) -> None:
+        """Repeat a request of the client. Whether the server takes it does not matter."""
+        sent = self._sending(method, params, None)
+        try:
+            await self._settled(sent, self.link.post(sent.exchange))
+        except RpcError:
+            return
+
+    def note(self, method: str, params: Raw | UnsetType) -> None:
+        """Remember a request that the server has taken, for the next server."""
+        if method == LEVEL:
+            self.wishes.level = params
+        if method not in (SUBSCRIBE, UNSUBSCRIBE) or params is UNSET:
+            return
+        try:
+            uri = _decode_uri(params).uri
+        except msgspec.DecodeError:
+            return
+        if method == SUBSCRIBE:
+            self.wishes.subscriptions[uri] = params
+        else:
+            self.wishes.subscriptions.pop(uri, None)
+
+    # --- its use ----------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """Count a caller that is about to send requests."""
+        self._users += 1
+
+    def leave(self) -> None:
+        """Count a caller off. A command that it began may still wait for its answer."""
+        self._users -= 1
+        self._note_use()
+
+    def _note_use(self) -> None:
+        self._last_used = self.upstream.clock.time()
+        self._news.set()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a caller has it, or a request waits for its answer."""
+        return self._users > 0 or bool(self._waiting)
+
+    @property
+    def unused(self) -> float:
+        """The seconds since its last use."""
+        return self.upstream.clock.time() - self._last_used
+
+    async def quiet(self) -> None:
+        """Wait until it is not busy."""
+        while self.is_busy:
+            self._news.clear()
+            await self._news.wait()
+
+
+def _nothing(_entry: AnyEntry) -> None:
+    """The result stays raw."""
