@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Any
 
 from wirecall import jsonrpc
 from wirecall.app import App
-from wirecall.declarations import Router
 from wirecall.errors import (
     CallFailed,
     DomainError,
@@ -15,18 +14,22 @@ from wirecall.errors import (
     UsageError,
     WirecallError,
 )
-from wirecall.protocol.messages import Limits
+from wirecall.limits import Limits
 from wirecall.protocol.params import Header
-from wirecall.server.call import Context
+from wirecall.protocol.secrets import Secret
+from wirecall.routing import Router
+from wirecall.server.context import Context
 from wirecall.server.method import CannotTell, Done, Kind, NotDone, ToolAnnotations
 from wirecall.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from wirecall.client.connect import connect, connect_sync
     from wirecall.client.delivery import Retry
+    from wirecall.mcp.server.batch_tool import BatchTool
 
 __all__ = [
     "App",
+    "BatchTool",
     "CallFailed",
     "CannotTell",
     "Context",
@@ -40,6 +43,7 @@ __all__ = [
     "Retry",
     "Router",
     "RpcError",
+    "Secret",
     "ToolAnnotations",
     "ToolError",
     "Unauthorized",
@@ -61,4 +65,8 @@ def __getattr__(name: str) -> Any:
         from wirecall.client.delivery import Retry
 
         return Retry
+    if name == "BatchTool":
+        from wirecall.mcp.server.batch_tool import BatchTool
+
+        return BatchTool
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

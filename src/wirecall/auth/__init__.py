@@ -1,4 +1,4 @@
-"""Authorization: which tokens a server accepts and what their holders may do, and the ways by which a client gets tokens.
+"""Authorization: the tokens that a server accepts, and how a client gets them.
 
 docs/authorization.md is about servers, docs/authorization-client.md about clients.
 """

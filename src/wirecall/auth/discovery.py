@@ -1,19 +1,20 @@
-"""Discovery: what servers publish about authorization, and the rules by which it is fetched.
+"""Discovery: the documents about authorization that servers publish, and how to fetch them.
 
-    challenge of a 401 or 403 (RFC 6750)        names the scopes, and the address of the next document
+    challenge of a 401 or 403 (RFC 6750)        names the scopes, and the next document's address
     protected resource metadata (RFC 9728)      names the resource and its authorization servers
         the address in the challenge, else the two well-known ones, that of the path first
     authorization server metadata (RFC 8414)    names the endpoints and the keys
         three well-known addresses for an issuer with a path, two for one without
 
-A server without the second document is one of 2025-03-26: its own origin is the issuer, and if there is no metadata either,
-the endpoints have fixed paths.
+A server without the second document is one of 2025-03-26: its own origin is the issuer, and if
+there is no metadata either, the endpoints have fixed paths.
 
 A server that is not trusted chooses these addresses, so each request follows the same rules:
 
-1. HTTPS, except to this machine. The address has a host and consists of the characters of addresses (RFC 3986).
-2. If the MCP server is public, so is each address. The check is made where the connection is made.
-3. No redirect is followed. An answer has at most 256 KiB, and comes within 10 seconds.
+1. HTTPS, except to this machine. The address has a host and consists of the characters of addresses
+   (RFC 3986).
+2. If the MCP server is public, each address must be public too. The check happens when connecting.
+3. Redirects are not followed. An answer has at most 256 KiB, and must come within 10 seconds.
 """
 
 import asyncio
@@ -39,18 +40,26 @@ TRIED = 3  # authorization servers of one resource
 FORM = "application/x-www-form-urlencoded"
 WELL_KNOWN = "/.well-known/oauth-protected-resource"  # RFC 9728, section 3
 
-_OAUTH, _OPENID = "/.well-known/oauth-authorization-server", "/.well-known/openid-configuration"
+_OAUTH = "/.well-known/oauth-authorization-server"
+_OPENID = "/.well-known/openid-configuration"
 _ADDRESS = re.compile(r"https?://[A-Za-z0-9._~:/?#\[\]@!$&'()*+,;=%-]+")
 
 
-# --- addresses and requests -----------------------------------------------------------------------------------------
+# --- addresses and requests -----------------------------------------------------------------------
 
 
 def address_fault(url: object) -> str:
-    """Return why keys and tokens must not travel to an address, or "" for one that is HTTPS or on this machine."""
+    """Return why keys and tokens must not be sent to an address.
+
+    "" if it is HTTPS or on this machine.
+    """
+    if not isinstance(url, str) or not _ADDRESS.fullmatch(url):
+        return "it is not https://host/path"
     try:
-        parts = urlsplit(url if isinstance(url, str) and _ADDRESS.fullmatch(url) else "")
-        host, _ = parts.hostname, parts.port  # both may raise
+        parts = urlsplit(url)
+        # Both may raise.
+        host = parts.hostname
+        _ = parts.port
     except ValueError as error:
         return str(error)
     if not host or parts.username is not None:
@@ -59,7 +68,9 @@ def address_fault(url: object) -> str:
         is_local = ip_address(host).is_loopback
     except ValueError:
         is_local = host == "localhost" or host.endswith(".localhost")
-    return "" if parts.scheme == "https" or is_local else "plain HTTP is for this machine alone"
+    if parts.scheme == "https" or is_local:
+        return ""
+    return "plain HTTP is for this machine alone"
 
 
 def require_address(url: str, what: str) -> None:
@@ -75,10 +86,11 @@ def origin(url: str) -> str:
 
 
 class Answer(Struct, frozen=True):
-    """An answer as a whole."""
+    """A complete answer."""
 
     status: int
-    headers: Mapping[str, str]  # names in any case
+    # Names are found in any case.
+    headers: Mapping[str, str]
     body: bytes
 
     def document(self, kind: type[T]) -> T | None:
@@ -89,19 +101,26 @@ class Answer(Struct, frozen=True):
             return None
 
 
-async def ask(http: HttpClient, method: str, body: bytes, headers: Mapping[str, str], timeout: float = TIMEOUT) -> Answer:
-    """Send a request over connections that are open, and return the answer; raises `CallFailed` without one."""
+async def ask(
+    http: HttpClient, method: str, body: bytes, headers: Mapping[str, str], timeout: float = TIMEOUT
+) -> Answer:
+    """Send a request over open connections; return the answer, or raise `CallFailed`."""
     try:
         async with asyncio.timeout(timeout), http.request(method, body, headers) as answer:
             if 300 <= answer.status < 400:
                 raise BadAnswer("it is a redirect, which is not followed")
             return Answer(answer.status, answer.headers, await answer.read())
     except TimeoutError:
-        raise TimedOut(f"{urlsplit(http.url).hostname} did not answer within {timeout:g} s") from None
+        raise TimedOut(
+            f"{urlsplit(http.url).hostname} did not answer within {timeout:g} s"
+        ) from None
 
 
 class Network:
-    """Requests on behalf of one MCP server; `private` allows addresses of this machine and of private networks."""
+    """Requests on behalf of one MCP server.
+
+    `private` allows addresses of this machine and of private networks.
+    """
 
     def __init__(self, *, private: bool, timeout: float = TIMEOUT) -> None:
         self.private = private
@@ -111,35 +130,49 @@ class Network:
         """Fetch a document."""
         return await self._ask("GET", url, what, b"", {})
 
-    async def post(self, url: str, what: str, form: Mapping[str, str], headers: Mapping[str, str] | None = None) -> Answer:
+    async def post(
+        self, url: str, what: str, form: Mapping[str, str], headers: Mapping[str, str] | None = None
+    ) -> Answer:
         """Send a form."""
-        return await self._ask("POST", url, what, urlencode(form).encode(), {"Content-Type": FORM, **(headers or {})})
+        return await self._ask(
+            "POST", url, what, urlencode(form).encode(), {"Content-Type": FORM, **(headers or {})}
+        )
 
     async def post_json(self, url: str, what: str, document: object) -> Answer:
-        return await self._ask("POST", url, what, msgspec.json.encode(document), {"Content-Type": "application/json"})
+        return await self._ask(
+            "POST", url, what, msgspec.json.encode(document), {"Content-Type": "application/json"}
+        )
 
-    async def _ask(self, method: str, url: str, what: str, body: bytes, headers: Mapping[str, str]) -> Answer:
+    async def _ask(
+        self, method: str, url: str, what: str, body: bytes, headers: Mapping[str, str]
+    ) -> Answer:
         require_address(url, what)
         http = HttpClient(url, max_bytes=MAX_BYTES, public=not self.private)
         try:
             await http.open()
-            return await ask(http, method, body, {"Accept": "application/json", **headers}, self._timeout)
+            return await ask(
+                http, method, body, {"Accept": "application/json", **headers}, self._timeout
+            )
         except CallFailed as error:
             raise NotAuthorized(f"{what} ({url[:SHOWN]}): {error}") from None
         finally:
             await http.aclose()
 
 
-# --- the challenge --------------------------------------------------------------------------------------------------
+# --- the challenge --------------------------------------------------------------------------------
 
 _TOKEN = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _GAP = re.compile(r"[ \t,]*")
 _PARAM = re.compile(rf'({_TOKEN})[ \t]*=[ \t]*(?:({_TOKEN})|"((?:[^"\\]|\\.)*)")')
-_SCHEME = re.compile(rf"({_TOKEN})(?:[ \t]+[A-Za-z0-9._~+/-]+=*(?=[ \t]*(?:,|$)))?")  # with credentials as one word, or not
+# Perhaps with credentials.
+_SCHEME = re.compile(rf"({_TOKEN})(?:[ \t]+[A-Za-z0-9._~+/-]+=*(?=[ \t]*(?:,|$)))?")
 
 
 class Challenge(Struct, frozen=True):
-    """Why a server refuses a request: a scheme in lower case, and its parameters by their names in lower case."""
+    """Why a server refuses a request: a scheme, and its parameters by name.
+
+    Both are in lower case.
+    """
 
     scheme: str
     params: dict[str, str]
@@ -152,17 +185,20 @@ class Challenge(Struct, frozen=True):
 def challenges(headers: Iterable[str]) -> list[Challenge]:
     """Return the challenges of all `WWW-Authenticate` headers (RFC 9110, section 11.6.1).
 
-    A header may hold several, and is read up to its first mistake. Parameters are parsed and not searched for in the text:
-    `x-scope="…"`, or `scope=` inside of a quoted text, is not the scope.
+    A header may hold several, and is read up to its first mistake. Parameters are parsed and not
+    searched for: `x-scope="…"`, or `scope=` inside a quoted string, is not the scope.
     """
     found: list[Challenge] = []
     for text in headers:
-        place, current = 0, None
+        place = 0
+        current = None
         while (gap := _GAP.match(text, place)) and (place := gap.end()) < len(text):
             if current is not None and (param := _PARAM.match(text, place)):
                 name, plain, quoted = param.groups()
-                # Of a repeated parameter the first counts.
-                current.params.setdefault(name.lower(), plain or re.sub(r"\\(.)", r"\1", quoted or ""))
+                # The first of a repeated parameter counts.
+                current.params.setdefault(
+                    name.lower(), plain or re.sub(r"\\(.)", r"\1", quoted or "")
+                )
                 place = param.end()
             elif scheme := _SCHEME.match(text, place):
                 current = Challenge(scheme[1].lower(), {})
@@ -178,7 +214,7 @@ def asked(headers: Iterable[str]) -> Challenge | None:
     return next((each for each in challenges(headers) if each.scheme in ("bearer", "dpop")), None)
 
 
-# --- the documents --------------------------------------------------------------------------------------------------
+# --- the documents --------------------------------------------------------------------------------
 
 
 class ProtectedResource(Struct, frozen=True):
@@ -206,32 +242,52 @@ class Issuer(Struct, frozen=True):
 
 
 def resource_places(url: str, named: str | None) -> list[str]:
-    """Return the addresses of the metadata of the server at `url`: the one in its challenge, or the well-known ones."""
+    """Return the addresses of the metadata of the server at `url`.
+
+    They are the one in its challenge, or else the well-known ones.
+    """
+    if named:
+        return [named]
     path = urlsplit(url).path.rstrip("/")
-    return [named] if named else list(dict.fromkeys((f"{origin(url)}{WELL_KNOWN}{path}", origin(url) + WELL_KNOWN)))
+    return list(dict.fromkeys((f"{origin(url)}{WELL_KNOWN}{path}", origin(url) + WELL_KNOWN)))
 
 
 def is_resource_of(resource: str, url: str) -> bool:
-    """Return whether a resource is the server at `url` (RFC 9728, section 3.3), or a part of its origin that holds it."""
-    theirs, ours = urlsplit("" if address_fault(resource) else resource), urlsplit(url)
+    """Return whether a resource is the server at `url` (RFC 9728, section 3.3), or contains it."""
+    if address_fault(resource):
+        return False
+    theirs = urlsplit(resource)
+    ours = urlsplit(url)
     is_inside = f"{ours.path.rstrip('/')}/".startswith(f"{theirs.path.rstrip('/')}/")
     return theirs[:2] == ours[:2] and is_inside and theirs.query in ("", ours.query)
 
 
-async def find_resource(network: Network, url: str, challenge: Challenge | None) -> ProtectedResource | None:
+async def find_resource(
+    network: Network, url: str, challenge: Challenge | None
+) -> ProtectedResource | None:
     """Return the metadata of the server at `url`; None if it has none."""
-    named = challenge.params.get("resource_metadata") if challenge else None
+    named = None
+    if challenge is not None:
+        named = challenge.params.get("resource_metadata")
     for place in resource_places(url, named):
         answer = await network.get(place, "the metadata of the server")
-        if answer.status >= 500 or answer.status == 429:  # it may have some, so 2025-03-26 is not assumed
-            raise NotAuthorized(f"the metadata of the server ({place[:SHOWN]}): HTTP {answer.status}")
+        # It may have some, so 2025-03-26 is not assumed.
+        if answer.status >= 500 or answer.status == 429:
+            raise NotAuthorized(
+                f"the metadata of the server ({place[:SHOWN]}): HTTP {answer.status}"
+            )
         if answer.status != 200:
             continue
         found = answer.document(ProtectedResource)
         if found is None or not found.authorization_servers:
-            raise NotAuthorized(f"the metadata of the server ({place[:SHOWN]}) does not name an authorization server")
+            raise NotAuthorized(
+                f"the metadata of the server ({place[:SHOWN]}) "
+                "does not name an authorization server"
+            )
         if not is_resource_of(found.resource, url):
-            raise NotAuthorized(f"the metadata of {url} is about another server, {found.resource[:SHOWN]!a}")
+            raise NotAuthorized(
+                f"the metadata of {url} is about another server, {found.resource[:SHOWN]!a}"
+            )
         return found
     if named:
         raise NotAuthorized(f"the server names metadata that cannot be read: {named[:SHOWN]!a}")
@@ -241,9 +297,12 @@ async def find_resource(network: Network, url: str, challenge: Challenge | None)
 async def find_issuer(network: Network, issuer: str) -> Issuer:
     """Return the metadata of an authorization server."""
     require_address(issuer, "the authorization server")
-    base, path = origin(issuer), urlsplit(issuer).path.rstrip("/")
+    base = origin(issuer)
+    path = urlsplit(issuer).path.rstrip("/")
     faults = []
-    for place in dict.fromkeys((f"{base}{_OAUTH}{path}", f"{base}{_OPENID}{path}", f"{base}{path}{_OPENID}")):
+    for place in dict.fromkeys(
+        (f"{base}{_OAUTH}{path}", f"{base}{_OPENID}{path}", f"{base}{path}{_OPENID}")
+    ):
         answer = await network.get(place, "the metadata of the authorization server")
         if answer.status != 200:
             faults.append(f"{place[:SHOWN]}: HTTP {answer.status}")
@@ -253,19 +312,28 @@ async def find_issuer(network: Network, issuer: str) -> Issuer:
         except UNREADABLE as error:
             faults.append(f"{place[:SHOWN]} cannot be read: {error}")
             continue
-        if found.issuer == issuer:  # as texts, without any normalisation (RFC 8414, section 3.3)
+        if found.issuer == issuer:  # as strings, without any normalisation (RFC 8414, section 3.3)
             return found
         faults.append(f"{place[:SHOWN]} is that of another one, {found.issuer[:SHOWN]!a}")
-    raise NotAuthorized(f"there is no metadata of the authorization server {issuer[:SHOWN]!a} ({'; '.join(faults)})")
+    raise NotAuthorized(
+        f"there is no metadata of the authorization server {issuer[:SHOWN]!a} ({'; '.join(faults)})"
+    )
 
 
-async def choose_issuer(network: Network, url: str, resource: ProtectedResource | None, own: str | None) -> Issuer:
-    """Return the authorization server to ask for a token: the client's own, one that the server names, or the server."""
+async def choose_issuer(
+    network: Network, url: str, resource: ProtectedResource | None, own: str | None
+) -> Issuer:
+    """Return the authorization server to ask for a token.
+
+    It is the client's own, or one that the server names, or the server itself.
+    """
     require_address(url, "the address of the server")
     if own is not None:
         if resource is not None and own not in resource.authorization_servers:
             others = ", ".join(each[:SHOWN] for each in resource.authorization_servers[:TRIED])
-            raise NotAuthorized(f"the credentials are those of {own}, and the server names {ascii(others)[1:-1]}")
+            raise NotAuthorized(
+                f"the credentials are those of {own}, and the server names {ascii(others)[1:-1]}"
+            )
         return await find_issuer(network, own)
     if resource is not None:
         faults = []
@@ -276,14 +344,19 @@ async def choose_issuer(network: Network, url: str, resource: ProtectedResource 
                 faults.append(str(error))
         raise NotAuthorized("; ".join(faults))
     # A server of 2025-03-26 is its own authorization server.
-    here, what = origin(url), "the metadata of the authorization server"
+    here = origin(url)
+    what = "the metadata of the authorization server"
     answer = await network.get(here + _OAUTH, what)
     if answer.status >= 500 or answer.status == 429:
         raise NotAuthorized(f"{what}: HTTP {answer.status}")
-    found = answer.document(Issuer) if answer.status == 200 else None
+    found = None
+    if answer.status == 200:
+        found = answer.document(Issuer)
     if found is None:
         endpoints = (f"{here}/token", f"{here}/authorize", f"{here}/register")
         return Issuer(here, *endpoints, code_challenge_methods_supported=["S256"])
     if found.issuer not in (here, f"{here}/"):  # both are found at this address
-        raise NotAuthorized(f"the authorization server {here} names itself {found.issuer[:SHOWN]!a}")
+        raise NotAuthorized(
+            f"the authorization server {here} names itself {found.issuer[:SHOWN]!a}"
+        )
     return found

@@ -1,9 +1,9 @@
-"""The ways to verify a token.
+"""How to verify a token.
 
 | Verifier | Tokens |
 | --- | --- |
 | `Jwt` | signed JSON Web Tokens (RFC 9068), verified with the keys of their issuer |
-| `Introspection` | tokens that only their authorization server can read: it is asked about each (RFC 7662) |
+| `Introspection` | tokens that only their authorization server can read (RFC 7662) |
 | `Tokens` | fixed tokens, for programs without an authorization server: known by their digests |
 """
 
@@ -30,11 +30,12 @@ from wirecall.transports.http_client import HttpClient
 if TYPE_CHECKING:
     from jwt import PyJWK
 
-JWT_KEPT = 300.0  # seconds for which a verified token is not verified again: the longest that a revoked one is accepted
+# Seconds until a token is verified again: a revoked one is accepted for at most this long.
+JWT_KEPT = 300.0
 ASKED_KEPT = 60.0  # the same for introspection
 KEYS_KEPT = 3600.0  # seconds
 AGAIN = 30.0  # seconds between two fetches of keys
-AFTER_FAILURE = 1.0  # the same, where there are no keys at all
+AFTER_FAILURE = 1.0  # the same, as long as there are no keys at all
 LAST = 1e15  # Unix time
 SMALLEST_RSA = 2048  # bits (RFC 7518, section 3.3)
 
@@ -46,21 +47,22 @@ ALGORITHMS: Mapping[str, tuple[str, str | None]] = {
     "ES512": ("EC", "P-521"),
     "EdDSA": ("OKP", "Ed25519"),
 }
-# A header without `typ`, the old name, and the name of access tokens (RFC 9068, section 2.1). An ID token has none of its
-# own, but its audience is a client.
+# A header without `typ`, the old name, and the name of access tokens (RFC 9068, section 2.1). ID
+# tokens have no separate type, but their audience is a client.
 _TYPES = frozenset({"", "jwt", "at+jwt", "application/at+jwt"})
 _DIGEST = re.compile("sha256:[0-9a-f]{64}")
 
 
-# --- signed tokens --------------------------------------------------------------------------------------------------
+# --- signed tokens --------------------------------------------------------------------------------
 
 
 class Jwt(Verifier):
     """Accepts the tokens that an issuer has signed for this server.
 
-    `resource` is the address of the server, as its clients write it: "https://api.example.com/mcp". A token must have it in
-    `aud`, or `audience` where the issuer uses another name. `jwks` is the address of the keys, or a set of them; without it
-    the metadata of the issuer names the address. Every token needs `scopes`. `leeway` are seconds between two clocks.
+    `resource` is the address of the server, as its clients write it: "https://api.example.com/mcp".
+    A token must have it in `aud`, or `audience` if the issuer uses another name. `jwks` is the
+    address of the keys, or a set of them; without it the metadata of the issuer names the address.
+    Every token needs `scopes`. Clocks may differ by `leeway` seconds.
     """
 
     keeps = JWT_KEPT
@@ -82,12 +84,13 @@ class Jwt(Verifier):
         self.resource = check_resource(resource)
         self.audience = _audiences(resource, audience)
         self.scopes = scope_names("scopes of Jwt", scopes)
-        # A secret that client and server share would let every holder of it make tokens.
+        # With a shared secret, every holder of it could make tokens.
         wrong = [name for name in algorithms if name not in ALGORITHMS]
         if wrong or isinstance(algorithms, str) or not algorithms:
             raise UsageError(
                 f"algorithms={algorithms!r} cannot verify a token.",
-                "the public key of an issuer verifies its signatures, so the algorithms are asymmetric",
+                "the public key of an issuer verifies its signatures, "
+                "so the algorithms are asymmetric",
                 f"use some of {', '.join(ALGORITHMS)}",
             )
         self.algorithms = tuple(algorithms)
@@ -99,30 +102,39 @@ class Jwt(Verifier):
 
     async def verify(self, token: str) -> Identity | None:
         jwt = self._jwt
-        # Step 1: which token is it? This part is not verified yet, and can only lead to a refusal. A token of another issuer
-        # is unknown here, and so is a text that is not a JWT at all: another verifier may know it.
+        # Step 1: which token is it? This part is not verified yet, and can only lead to a refusal.
+        # A token of another issuer is unknown here, and so is a string that is not a JWT at all:
+        # another verifier may know it.
         try:
             parts = jwt.decode_complete(token, options={"verify_signature": False})
         except (jwt.InvalidTokenError, RecursionError):
             return None
-        header, claims = parts["header"], parts["payload"]
+        header = parts["header"]
+        claims = parts["payload"]
         if claims.get("iss") != self.issuer:
             return None
-        algorithm, kid, kind = header.get("alg"), header.get("kid"), header.get("typ", "")
+        algorithm = header.get("alg")
+        kid = header.get("kid")
+        kind = header.get("typ", "")
         if algorithm not in self.algorithms:
             raise Unauthorized("the token is signed with an algorithm that is not allowed")
-        if "crit" in header:  # RFC 7515, section 4.1.11: members that must be understood, and none are known here
+        if "crit" in header:  # RFC 7515, section 4.1.11: members that must be understood; none are
             raise Unauthorized("the token has members that are not understood")
         if not isinstance(kind, str) or kind.lower() not in _TYPES:
             raise Unauthorized("the token is not an access token")
-        # Step 2: its signature. A token without the name of a key is tried with all that fit.
+        # Step 2: its signature. If the token does not name a key, all keys that fit are tried.
         for key in await self.keys.find(algorithm, kid):
             try:
                 claims = jwt.decode(
                     token,
                     key,
                     [algorithm],
-                    {"verify_exp": False, "verify_nbf": False, "verify_iat": False, "require": ["iss", "aud", "exp"]},
+                    {
+                        "verify_exp": False,
+                        "verify_nbf": False,
+                        "verify_iat": False,
+                        "require": ["iss", "aud", "exp"],
+                    },
                     issuer=self.issuer,
                     audience=self.audience,
                 )
@@ -151,8 +163,16 @@ class Jwt(Verifier):
 
 
 def _audiences(resource: str, audience: str | Sequence[str] | None) -> list[str]:
-    """Return the names of this server in `aud`, one of which a token must have. The check cannot be left out."""
-    names = [resource] if audience is None else [audience] if isinstance(audience, str) else list(audience)
+    """Return the names of this server in `aud`, of which a token must have one.
+
+    The check is not optional.
+    """
+    if audience is None:
+        names = [resource]
+    elif isinstance(audience, str):
+        names = [audience]
+    else:
+        names = list(audience)
     if not all(names) or not names:
         raise UsageError(
             f"audience={audience!r} is not a name.",
@@ -166,10 +186,20 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def _number(claims: JsonObject, name: str) -> float | None:
+    """Return a claim that is a number, None if it is missing or not a number."""
+    value: Any = claims.get(name)
+    if not _is_number(value):
+        return None
+    number: float = value
+    return number
+
+
 def _check_time(claims: JsonObject, now: float, leeway: float = 0.0) -> None:
-    """Refuse a token that has expired, that is not valid yet, or whose times are beyond any clock."""
-    expires, begins = (claims.get(name) if _is_number(claims.get(name)) else None for name in ("exp", "nbf"))
-    if not all(time is None or abs(time) < LAST for time in (expires, begins)):  # nor NaN
+    """Refuse a token that has expired, that is not valid yet, or whose times no clock can show."""
+    expires = _number(claims, "exp")
+    begins = _number(claims, "nbf")
+    if not all(time is None or abs(time) < LAST for time in (expires, begins)):  # also refuses NaN
         raise Unauthorized("the token is not valid")
     if expires is not None and now >= expires + leeway:
         raise Unauthorized("the token has expired")
@@ -186,29 +216,42 @@ class _KeySet(Struct):
 class Keys:
     """The keys of one issuer: found by its metadata, at an address, or given as a set.
 
-    1. A set is good for an hour. A token with a key that the set does not have is a reason to fetch it anew, at most every
+    1. A set is used for an hour. If it lacks the key of a token, it is fetched again, at most every
        30 seconds: an issuer changes its keys, but a sender can invent the name of one.
-    2. One fetch serves everything that waits for it.
-    3. If a fetch fails, the old keys stay in use. Without a key for the token at hand the failure is raised.
+    2. One fetch serves all tokens that wait for it.
+    3. If a fetch fails, the old keys stay in use. If none of them fits the token, the failure is
+       raised.
     """
 
-    def __init__(self, issuer: str, source: "str | Mapping[str, Any] | None", clock: Callable[[], float]) -> None:
+    def __init__(
+        self, issuer: str, source: "str | Mapping[str, Any] | None", clock: Callable[[], float]
+    ) -> None:
         self.set: list[JsonObject] | None = None
-        self.failure: CallFailed | None = None  # of the last fetch
+        # The failure of the last fetch.
+        self.failure: CallFailed | None = None
         self._issuer = issuer
-        self._url = source if isinstance(source, str) else None
+        self._url: str | None = None
         self._clock = clock
         self._built: dict[tuple[int, str], PyJWK | None] = {}
         self._fresh_until = self._next_fetch = 0.0
         self._fetching: asyncio.Task[None] | None = None
-        if isinstance(source, Mapping):
+        if isinstance(source, str):
+            self._url = source
+        elif isinstance(source, Mapping):
             if not isinstance(source.get("keys"), list):
-                raise UsageError("jwks= is not a set of keys.", 'expected {"keys": [...]} (RFC 7517, section 5)', "")
+                raise UsageError(
+                    "jwks= is not a set of keys.",
+                    'expected {"keys": [...]} (RFC 7517, section 5)',
+                    "",
+                )
             self._use(source["keys"])
             self._fresh_until = self._next_fetch = float("inf")
 
     async def find(self, algorithm: str, kid: object) -> "list[PyJWK]":
-        """Return the keys that may have signed a token, nearly always one; `CallFailed` if they cannot be fetched."""
+        """Return the keys that may have signed a token, nearly always one.
+
+        Raise `CallFailed` if they cannot be fetched.
+        """
         if self.set is None or self._clock() >= self._fresh_until:
             await self.fetch()
         found = self._fitting(algorithm, kid)
@@ -220,7 +263,10 @@ class Keys:
         return found
 
     async def fetch(self) -> None:
-        """Fetch the keys, unless it was tried a moment ago. After a failure, `failure` is set and the old keys stay."""
+        """Fetch the keys, unless it was tried a moment ago.
+
+        After a failure, `failure` is set and the old keys stay.
+        """
         task = self._fetching
         if task is None or task.get_loop() is not asyncio.get_running_loop():
             if self._clock() < self._next_fetch:
@@ -235,16 +281,22 @@ class Keys:
             if url is None:
                 raise BadAnswer(f"the metadata of {self._issuer} has no jwks_uri")
             answer = await network.get(url, "the keys")
-            found = answer.document(_KeySet) if answer.status == 200 else None
+            found = None
+            if answer.status == 200:
+                found = answer.document(_KeySet)
             if found is None:
                 raise BadAnswer(f"{url}: expected a set of keys, got status {answer.status}")
             self._use(found.keys)
             self.failure = None
-            self._fresh_until, self._next_fetch = self._clock() + KEYS_KEPT, self._clock() + AGAIN
+            self._fresh_until = self._clock() + KEYS_KEPT
+            self._next_fetch = self._clock() + AGAIN
         except CallFailed as error:
             logger.error("the keys of %s cannot be fetched: %s", self._issuer, error)
             self.failure = error
-            self._fresh_until = self._next_fetch = self._clock() + (AFTER_FAILURE if self.set is None else AGAIN)
+            pause = AGAIN
+            if self.set is None:
+                pause = AFTER_FAILURE
+            self._fresh_until = self._next_fetch = self._clock() + pause
         finally:
             self._fetching = None
 
@@ -258,10 +310,17 @@ class Keys:
         found = []
         kind, curve = ALGORITHMS[algorithm]
         for number, key in enumerate(self.set or ()):
-            # The key decides what it is good for, and not the token: an RSA key never becomes the secret of an HMAC.
-            if key.get("kty") != kind or key.get("crv") != curve or key.get("use") not in (None, "sig"):
+            # The key, not the token, decides its algorithm: an RSA key never becomes an HMAC
+            # secret.
+            if (
+                key.get("kty") != kind
+                or key.get("crv") != curve
+                or key.get("use") not in (None, "sig")
+            ):
                 continue
-            if key.get("alg") not in (None, algorithm) or (kid is not None and key.get("kid") != kid):
+            if key.get("alg") not in (None, algorithm) or (
+                kid is not None and key.get("kid") != kid
+            ):
                 continue
             if (number, algorithm) not in self._built:
                 built: PyJWK | None = None
@@ -270,24 +329,27 @@ class Keys:
                     if kind == "RSA" and built.key.key_size < SMALLEST_RSA:
                         built = None
                 except PyJWTError:
-                    pass  # a key that cannot be read is one that no token is signed with
+                    pass  # no accepted token can be signed with a key that is not readable
                 if built is None:
-                    logger.warning("a key of %s is not used: it is too short, or cannot be read", self._issuer)
+                    logger.warning(
+                        "a key of %s is not used: it is too short, or cannot be read", self._issuer
+                    )
                 self._built[number, algorithm] = built
             if (usable := self._built[number, algorithm]) is not None:
                 found.append(usable)
         return found
 
 
-# --- tokens that their issuer is asked about ------------------------------------------------------------------------
+# --- tokens that their issuer checks --------------------------------------------------------------
 
 
 class Introspection(Verifier):
     """Accepts the tokens that an authorization server reports as active and issued for this server.
 
-    `url` is its introspection endpoint, `client_id` and `secret` are the credentials of this server there. The answer must
-    have the server in `aud`: its `resource`, or `audience` where the authorization server uses another name. A token stays
-    accepted for `keeps` seconds, at most 60, and not beyond its expiry.
+    `url` is its introspection endpoint, `client_id` and `secret` are the credentials of this server
+    there. The answer must have the server in `aud`: its `resource`, or `audience` if the
+    authorization server uses another name. A token stays accepted for `keeps` seconds, at most 60,
+    and not beyond its expiry.
     """
 
     def __init__(
@@ -313,28 +375,36 @@ class Introspection(Verifier):
         self.scopes = scope_names("scopes of Introspection", scopes)
         self.keeps = keeps
         self._clock = clock
-        self._http: HttpClient | None = None  # while a server is open
+        # Connections that stay open while a server is open.
+        self._http: HttpClient | None = None
         self._headers = {"Authorization": basic(client_id, secret), "Content-Type": FORM}
 
     async def verify(self, token: str) -> Identity | None:
-        form, answer = {"token": token, "token_type_hint": "access_token"}, None
+        form = {"token": token, "token_type_hint": "access_token"}
+        answer = None
         if self._http is not None:
             with suppress(ConnectionLost):  # the endpoint has closed a connection that was idle
                 answer = await ask(self._http, "POST", urlencode(form).encode(), self._headers)
         if answer is None:
-            answer = await Network(private=True).post(self.url, "the introspection endpoint", form, self._headers)
+            answer = await Network(private=True).post(
+                self.url, "the introspection endpoint", form, self._headers
+            )
         if answer.status != 200:
-            raise BadAnswer(f"{self.url}: expected 200, got {answer.status}; check client_id and secret")
-        told = answer.document(dict)
-        if told is None:
+            raise BadAnswer(
+                f"{self.url}: expected 200, got {answer.status}; check client_id and secret"
+            )
+        claims = answer.document(dict)
+        if claims is None:
             raise BadAnswer(f"{self.url}: expected a JSON object")
-        if told.get("active") is not True or told.get("iss", self.issuer) != self.issuer:
+        if claims.get("active") is not True or claims.get("iss", self.issuer) != self.issuer:
             return None
-        given = told.get("aud")
-        if not any(name in self.audience for name in (given if isinstance(given, list) else [given])):
+        audience = claims.get("aud")
+        if not isinstance(audience, list):
+            audience = [audience]
+        if not any(name in self.audience for name in audience):
             raise Unauthorized("the token is for another audience")
-        _check_time(told, self._clock())
-        return Identity.of_claims(told, self.issuer)
+        _check_time(claims, self._clock())
+        return Identity.of_claims(claims, self.issuer)
 
     async def open(self) -> None:
         if self._http is None:
@@ -342,7 +412,8 @@ class Introspection(Verifier):
             await self._http.open()
 
     async def aclose(self) -> None:
-        http, self._http = self._http, None
+        http = self._http
+        self._http = None
         if http is not None:
             await http.aclose()
 
@@ -351,19 +422,22 @@ class Introspection(Verifier):
         return f"{self.url} answers"
 
 
-# --- fixed tokens ---------------------------------------------------------------------------------------------------
+# --- fixed tokens ---------------------------------------------------------------------------------
 
 
 def digest(token: str) -> str:
-    """Return the digest under which `Tokens` knows a token: what a program or a file may keep of it."""
+    """Return the digest by which `Tokens` knows a token. A program or a file may contain it."""
     return f"sha256:{sha256(token.encode()).hexdigest()}"
 
 
 class Tokens(Verifier):
-    """Accepts fixed tokens: `Tokens({"sha256:...": Identity("ci", scopes=frozenset({"orders:write"}))})`.
+    """Accepts fixed tokens.
 
-    `wirecall.auth.digest` makes the digest of a token. Tokens are compared by digest, so the time of a comparison tells
-    nothing about them. A token needs 128 random bits: a digest does not protect a word that can be guessed.
+    `Tokens({"sha256:...": Identity("ci", scopes=frozenset({"orders:write"}))})`
+
+    `wirecall.auth.digest` makes the digest of a token. Tokens are compared by digest, so the time
+    of a comparison reveals nothing about them. A token needs 128 random bits: a digest does not
+    protect a word that can be guessed.
     """
 
     def __init__(self, identities: Mapping[str, Identity], *, resource: str | None = None) -> None:
@@ -372,9 +446,11 @@ class Tokens(Verifier):
                 raise UsageError(
                     "Tokens takes a mapping from digests to identities.",
                     "a token itself does not belong into a program",
-                    'use {digest(token): Identity("ci")} once to see the digest, and write that: {"sha256:...": ...}',
+                    'use {digest(token): Identity("ci")} once to see the digest, '
+                    'and write that: {"sha256:...": ...}',
                 )
-        self.resource = None if resource is None else check_resource(resource)
+        if resource is not None:
+            self.resource = check_resource(resource)
         self._identities = dict(identities)
 
     async def verify(self, token: str) -> Identity | None:
