@@ -1,9 +1,10 @@
-"""For tests of programs that use wirecall: a client without sockets, faults on its way, and a clock that passes at once.
+"""For tests of programs: a client without sockets, network faults, a fast clock, and a ledger.
 
     async with testing.client(app, faults=Faults(drop_reply=1)) as client:
-        await client.call("order", {"sku": "tea"})      # the first answer is lost, the second attempt brings it
+        # The first answer is lost, and the second attempt brings it.
+        await client.call("order", {"sku": "tea"})
 
-`Faults` are about the calls of the program: the messages of a handshake pass.
+`Faults` affect the calls of the program, not the messages of a handshake.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from wirecall.contract.changes import changes
 from wirecall.contract.lock import of_app, read_lock
 from wirecall.errors import CallFailed, ConnectionLost, NotSent, RpcError, UsageError
 from wirecall.protocol.messages import Received
+from wirecall.testing.stores import ledger as ledger
 
 if TYPE_CHECKING:
     from wirecall.app import App
@@ -27,7 +29,10 @@ _PRELUDE = frozenset({"rpc.discover", "server/discover", "initialize", "notifica
 
 
 class FakeClock:
-    """A clock on which a sleep returns at once and moves the time. `slept` lists the seconds of each sleep."""
+    """A clock whose sleep returns at once and advances the time.
+
+    `slept` lists the seconds of each sleep.
+    """
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
@@ -45,19 +50,24 @@ class FakeClock:
 class Faults:
     """Faults between a client and its server.
 
-    `drop_reply` answers are lost after the server has sent them; every answer takes `delay` seconds longer; after
-    `cut_after` messages the server cannot be reached, until `heal`.
+    `drop_reply` answers are lost after the server has sent them; every answer takes `delay` seconds
+    longer; after `cut_after` messages the server cannot be reached, until `heal`.
     """
 
-    def __init__(self, *, drop_reply: int = 0, delay: float = 0.0, cut_after: int | None = None) -> None:
+    def __init__(
+        self, *, drop_reply: int = 0, delay: float = 0.0, cut_after: int | None = None
+    ) -> None:
         self.drop_reply = drop_reply
         self.delay = delay
         self.cut_after = cut_after
-        self.messages = 0  # that reached the server
+        # The number of messages that reached the server.
+        self.messages = 0
 
     def heal(self) -> None:
         """End all faults."""
-        self.drop_reply, self.delay, self.cut_after = 0, 0.0, None
+        self.drop_reply = 0
+        self.delay = 0.0
+        self.cut_after = None
 
     def on(self, link: Link) -> Link:
         """Return a link with these faults."""
@@ -66,18 +76,24 @@ class Faults:
 
 @overload
 def client(
-    app: "App", *, protocol: Literal["mcp"], faults: Faults | None = None, **options: Unpack[McpOptions]
+    app: "App",
+    *,
+    protocol: Literal["mcp"],
+    faults: Faults | None = None,
+    **options: Unpack[McpOptions],
 ) -> "McpClient": ...
 @overload
 def client(
     app: "App",
     *,
-    protocol: Literal["jsonrpc"] | None = None,
+    protocol: Literal["rpc", "jsonrpc"] | None = None,
     faults: Faults | None = None,
     **options: Unpack[ConnectOptions],
 ) -> Client: ...
-def client(app: "App", *, protocol: Protocol | None = None, faults: Faults | None = None, **options: Any) -> Client:
-    """Return a client straight into an app, in memory. `options` are those of `connect`."""
+def client(
+    app: "App", *, protocol: Protocol | None = None, faults: Faults | None = None, **options: Any
+) -> Client:
+    """Return a client that calls an app in memory. `options` are those of `connect`."""
     if faults is not None and "wrap" in options:
         raise UsageError("faults= and wrap= are one thing.", fix="use one of both")
     if faults is not None:
@@ -86,11 +102,17 @@ def client(app: "App", *, protocol: Protocol | None = None, faults: Faults | Non
 
 
 def assert_contract(app: "App", path: "str | PathLike[str]") -> None:
-    """Raise `AssertionError` if the app breaks callers that rely on the lock file that `wirecall lock` has written."""
-    broken = [change for change in changes(read_lock(path), of_app(app)) if change.level == "breaking"]
+    """Raise `AssertionError` if the app breaks callers that rely on a lock file.
+
+    `wirecall lock` writes the file.
+    """
+    broken = [
+        change for change in changes(read_lock(path), of_app(app)) if change.level == "breaking"
+    ]
     if broken:
         lines = [f"  {change.place}: {change.text}" for change in broken]
-        fix = f"  fix: keep the old contract, or accept the new one: wirecall diff {path} TARGET --accept"
+        accept = f"wirecall diff {path} TARGET --accept"
+        fix = f"  fix: keep the old contract, or accept the new one: {accept}"
         raise AssertionError("\n".join([f"The app breaks its contract in {path}.", *lines, fix]))
 
 
@@ -120,7 +142,7 @@ class _Faulty:
 
 
 class _Held(Exchange):
-    """Holds the answers of an exchange back, until they are released."""
+    """Holds back the answers of an exchange until they are released."""
 
     __slots__ = ("_held", "_real")
 

@@ -1,14 +1,16 @@
-"""For tests of programs with authorization: an authorization server in memory, and the faults that real ones have.
+"""For tests of programs with authorization: a server in memory, and the faults of real ones.
 
     async with AuthorizationServer() as server:
         app = App("shop", auth=Jwt(server.issuer, resource="https://api.example.com/mcp"))
         token = server.token("alice", resource="https://api.example.com/mcp", scopes="orders:read")
 
-1. It listens on the loopback while it is open, for servers that fetch its keys and for clients that get tokens. A test
-   without a network gives its keys to the verifier instead: `Jwt(server.issuer, resource=..., jwks=server.jwks)`.
+1. It listens on the loopback while it is open, for servers that fetch its keys and for clients that
+   get tokens. A test without a network gives its keys to the verifier instead: `Jwt(server.issuer,
+   resource=..., jwks=server.jwks)`.
 2. Every user agrees at once: `/authorize` answers with the redirect.
-3. It has code with PKCE, refresh tokens that rotate, client credentials, registration, introspection and revocation.
-4. `faults` change its behaviour at any time, and `requests` has all that it was asked.
+3. It has code with PKCE, refresh tokens that rotate, client credentials, registration,
+   introspection and revocation.
+4. `faults` change its behaviour at any time, and `requests` lists all requests that it received.
 """
 
 import base64
@@ -29,21 +31,31 @@ from wirecall.protocol.messages import JsonObject
 if TYPE_CHECKING:
     from aiohttp import web
 
-OFFLINE = "https://auth.test"  # the issuer of a server that does not listen
+# The issuer of a server that does not listen.
+OFFLINE = "https://auth.test"
 
 
 class AuthFaults(Struct, kw_only=True):
     """The faults of an authorization server."""
 
-    down: bool = False  # every request gets 503
-    body: bytes | None = None  # every document has this text
-    metadata_issuer: str | None = None  # another issuer in its metadata
-    redirect_issuer: str | None = None  # another `iss` in the redirect of /authorize
-    no_redirect_issuer: bool = False  # no `iss` there, although the metadata promises it
-    no_pkce: bool = False  # the metadata does not offer PKCE
-    refuse: str | None = None  # the error with which /token refuses everything
-    refuse_refresh: bool = False  # refresh tokens are not taken any more
-    inactive: bool = False  # introspection does not know any token
+    # Every request gets 503.
+    down: bool = False
+    # Every document has this content.
+    body: bytes | None = None
+    # The metadata names another issuer.
+    metadata_issuer: str | None = None
+    # The redirect of /authorize has another `iss`.
+    redirect_issuer: str | None = None
+    # The redirect has no `iss`, although the metadata promises it.
+    no_redirect_issuer: bool = False
+    # The metadata does not offer PKCE.
+    no_pkce: bool = False
+    # The error with which /token refuses everything.
+    refuse: str | None = None
+    # Refresh tokens are no longer accepted.
+    refuse_refresh: bool = False
+    # Introspection reports every token as inactive.
+    inactive: bool = False
 
 
 class AuthorizationServer:
@@ -63,8 +75,10 @@ class AuthorizationServer:
 
         self.issuer = issuer
         self.faults = faults or AuthFaults()
-        self.requests: list[tuple[str, str, dict[str, str]]] = []  # method, path, query or form
-        self.clients: dict[str, str | None] = {}  # secrets by client id; None for a public client
+        # Of each request: its method, its path, and its query or form.
+        self.requests: list[tuple[str, str, dict[str, str]]] = []
+        # Secrets by client id; None for a public client.
+        self.clients: dict[str, str | None] = {}
         self._ec = ec
         self._lifetime = lifetime
         self._scopes = list(scopes)
@@ -76,14 +90,16 @@ class AuthorizationServer:
         self._runner: web.AppRunner | None = None
         self.rotate()
 
-    # --- keys and tokens ---------------------------------------------------------------------------------------------
+    # --- keys and tokens --------------------------------------------------------------------------
 
     def rotate(self) -> None:
         """Sign with a new key from now on; the old ones stay in the set."""
-        self._keys.append((f"key-{len(self._keys) + 1}", self._ec.generate_private_key(self._ec.SECP256R1())))
+        self._keys.append(
+            (f"key-{len(self._keys) + 1}", self._ec.generate_private_key(self._ec.SECP256R1()))
+        )
 
     def forget(self) -> None:
-        """Leave the old keys out of the set."""
+        """Remove the old keys from the set."""
         del self._keys[:-1]
 
     @property
@@ -108,13 +124,16 @@ class AuthorizationServer:
         header: Mapping[str, Any] | None = None,
         **claims: object,
     ) -> str:
-        """Return a signed access token (RFC 9068); further claims are added, and a claim that is None is left out."""
+        """Return a signed access token (RFC 9068) with further claims.
+
+        A claim of None is omitted.
+        """
         now = int(self._clock())
-        told = {
+        sent = {
             "iss": self.issuer,
             "sub": subject,
             "aud": resource if isinstance(resource, str) else list(resource),
-            "scope": (scopes if isinstance(scopes, str) else " ".join(scopes)) or None,
+            "scope": scopes or None,
             "client_id": client,
             "iat": now,
             "exp": now + int(self._lifetime if lifetime is None else lifetime),
@@ -122,15 +141,17 @@ class AuthorizationServer:
             **claims,
         }
         kid, key = self._keys[-1]
-        payload = {name: value for name, value in told.items() if value is not None}
-        text: str = self._jwt.encode(payload, key, "ES256", {"typ": "at+jwt", "kid": kid, **(header or {})})
+        payload = {name: value for name, value in sent.items() if value is not None}
+        text: str = self._jwt.encode(
+            payload, key, "ES256", {"typ": "at+jwt", "kid": kid, **(header or {})}
+        )
         return text
 
     def revoke(self, token: str) -> None:
         """Make a token inactive for introspection."""
         self._revoked.add(token)
 
-    # --- listening ---------------------------------------------------------------------------------------------------
+    # --- listening --------------------------------------------------------------------------------
 
     async def __aenter__(self) -> "AuthorizationServer":
         from aiohttp import web
@@ -146,7 +167,10 @@ class AuthorizationServer:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._runner is not None:
             await self._runner.cleanup()
@@ -155,30 +179,37 @@ class AuthorizationServer:
         from aiohttp import web
 
         body = await request.read()
-        is_json = request.content_type == "application/json"
-        form = {} if is_json else {name: values[0] for name, values in parse_qs(body.decode()).items()}
-        asked = {**request.query, **form}
+        asked = dict(request.query)
+        if request.content_type != "application/json":
+            asked |= {name: values[0] for name, values in parse_qs(body.decode()).items()}
         self.requests.append((request.method, request.path, asked))
         if self.faults.down:
             return web.Response(status=503)
         if request.path == "/authorize":
             return self._authorize(asked)
-        status, told = 404, JsonObject()
-        if request.path in ("/.well-known/oauth-authorization-server", "/.well-known/openid-configuration"):
-            status, told = 200, self.metadata()
+        status = 404
+        sent = JsonObject()
+        if request.path in (
+            "/.well-known/oauth-authorization-server",
+            "/.well-known/openid-configuration",
+        ):
+            status = 200
+            sent = self.metadata()
         elif request.path == "/jwks":
-            status, told = 200, self.jwks
+            status = 200
+            sent = self.jwks
         elif request.path == "/token":
-            status, told = self._token(asked, request.headers.get("authorization"))
+            status, sent = self._token(asked, request.headers.get("authorization"))
         elif request.path == "/register":
-            status, told = self._register(msgspec.json.decode(body))
+            status, sent = self._register(msgspec.json.decode(body))
         elif request.path == "/introspect":
-            status, told = 200, self._introspect(asked.get("token", ""))
+            status = 200
+            sent = self._introspect(asked.get("token", ""))
         elif request.path == "/revoke":
             status = 200
             self._revoked.add(asked.get("token", ""))
             self._refresh.pop(asked.get("token", ""), None)
-        body = msgspec.json.encode(told) if self.faults.body is None else self.faults.body
+        body = msgspec.json.encode(sent) if self.faults.body is None else self.faults.body
         return web.Response(status=status, body=body, content_type="application/json")
 
     def metadata(self) -> JsonObject:
@@ -198,7 +229,11 @@ class AuthorizationServer:
             "jwks_uri": f"{self.issuer}/jwks",
             "response_types_supported": ["code"],
             "grant_types_supported": ["authorization_code", "refresh_token", "client_credentials"],
-            "token_endpoint_auth_methods_supported": ["none", "client_secret_basic", "client_secret_post"],
+            "token_endpoint_auth_methods_supported": [
+                "none",
+                "client_secret_basic",
+                "client_secret_post",
+            ],
             "authorization_response_iss_parameter_supported": True,
         }
         if self._scopes:
@@ -207,72 +242,100 @@ class AuthorizationServer:
             found["code_challenge_methods_supported"] = ["S256"]
         return found
 
-    # --- endpoints ---------------------------------------------------------------------------------------------------
+    # --- endpoints --------------------------------------------------------------------------------
 
     def _authorize(self, asked: dict[str, str]) -> "web.Response":
         from aiohttp import web
 
         back = asked.get("redirect_uri", "")
-        known = asked.get("client_id") in self.clients or asked.get("client_id", "").startswith("https://")
+        known = asked.get("client_id") in self.clients or asked.get("client_id", "").startswith(
+            "https://"
+        )
         if not back or not known:
             return web.Response(status=400, text="unknown client, or no redirect_uri")
-        told = {"state": asked.get("state")}
+        sent = {"state": asked.get("state")}
         if asked.get("response_type") != "code" or asked.get("code_challenge_method") != "S256":
-            told["error"] = "invalid_request"
+            sent["error"] = "invalid_request"
         else:
-            told["code"] = code = secrets.token_urlsafe(16)
+            sent["code"] = code = secrets.token_urlsafe(16)
             self._codes[code] = asked
         if not self.faults.no_redirect_issuer:
-            told["iss"] = self.faults.redirect_issuer or self.issuer
-        query = urlencode({name: value for name, value in told.items() if value is not None})
-        return web.Response(status=302, headers={"location": f"{back}{'&' if '?' in back else '?'}{query}"})
+            sent["iss"] = self.faults.redirect_issuer or self.issuer
+        query = urlencode({name: value for name, value in sent.items() if value is not None})
+        return web.Response(
+            status=302, headers={"location": f"{back}{'&' if '?' in back else '?'}{query}"}
+        )
 
     def _token(self, asked: dict[str, str], authorization: str | None) -> tuple[int, JsonObject]:
         if self.faults.refuse is not None:
             return 400, {"error": self.faults.refuse}
         # The client, by HTTP Basic or in the form (RFC 6749, section 2.3.1).
-        client, secret = asked.get("client_id", ""), asked.get("client_secret")
+        client = asked.get("client_id", "")
+        secret = asked.get("client_secret")
         if authorization is not None and authorization.lower().startswith("basic "):
             name, _, password = base64.b64decode(authorization[6:]).decode().partition(":")
-            client, secret = unquote_plus(name), unquote_plus(password)
-        if not client.startswith("https://") and (client not in self.clients or self.clients[client] != secret):
+            client = unquote_plus(name)
+            secret = unquote_plus(password)
+        if not client.startswith("https://") and (
+            client not in self.clients or self.clients[client] != secret
+        ):
             return 401, {"error": "invalid_client"}
         grant = asked.get("grant_type")
         if grant == "client_credentials":
-            return 200, self._granted({**asked, "client_id": client}, subject=None, is_renewable=False)
+            return 200, self._granted(
+                {**asked, "client_id": client}, subject=None, is_renewable=False
+            )
         if grant == "authorization_code":
-            first = self._codes.pop(asked.get("code", ""), None)  # a code is good once
+            first = self._codes.pop(asked.get("code", ""), None)  # a code is valid once
             digest = hashlib.sha256(asked.get("code_verifier", "").encode()).digest()
             challenge = base64.urlsafe_b64encode(digest).decode().rstrip("=")
-            is_same = first is not None and all(first.get(name) == asked.get(name) for name in ("redirect_uri", "resource"))
-            if first is None or not is_same or first["client_id"] != client or first["code_challenge"] != challenge:
+            is_same = first is not None and all(
+                first.get(name) == asked.get(name) for name in ("redirect_uri", "resource")
+            )
+            if (
+                first is None
+                or not is_same
+                or first["client_id"] != client
+                or first["code_challenge"] != challenge
+            ):
                 return 400, {"error": "invalid_grant"}
             return 200, self._granted(first, subject="user", is_renewable=True)
         if grant == "refresh_token":
             first = self._refresh.pop(asked.get("refresh_token", ""), None)  # it rotates
             if first is None or first["client_id"] != client or self.faults.refuse_refresh:
                 return 400, {"error": "invalid_grant"}
-            return 200, self._granted({**first, "scope": asked.get("scope", first.get("scope", ""))}, "user", True)
+            return 200, self._granted(
+                {**first, "scope": asked.get("scope", first.get("scope", ""))}, "user", True
+            )
         return 400, {"error": "unsupported_grant_type"}
 
-    def _granted(self, asked: dict[str, str], subject: str | None, is_renewable: bool) -> JsonObject:
-        scope, resource, client = asked.get("scope", ""), asked.get("resource", ""), asked["client_id"]
-        told: JsonObject = {
+    def _granted(
+        self, asked: dict[str, str], subject: str | None, is_renewable: bool
+    ) -> JsonObject:
+        scope = asked.get("scope", "")
+        resource = asked.get("resource", "")
+        client = asked["client_id"]
+        sent: JsonObject = {
             "access_token": self.token(subject, resource=resource, scopes=scope, client=client),
             "token_type": "Bearer",
             "expires_in": int(self._lifetime),
             "scope": scope,
         }
         if is_renewable:
-            told["refresh_token"] = renewal = secrets.token_urlsafe(16)
+            sent["refresh_token"] = renewal = secrets.token_urlsafe(16)
             self._refresh[renewal] = asked
-        return told
+        return sent
 
     def _register(self, asked: JsonObject) -> tuple[int, JsonObject]:
         client = f"client-{len(self.clients) + 1}"
         method = asked.get("token_endpoint_auth_method", "client_secret_basic")
-        self.clients[client] = secret = None if method == "none" else secrets.token_urlsafe(16)
-        return 201, {**asked, "client_id": client, **({} if secret is None else {"client_secret": secret})}
+        registered = {**asked, "client_id": client}
+        self.clients[client] = None
+        if method != "none":
+            secret = secrets.token_urlsafe(16)
+            self.clients[client] = secret
+            registered["client_secret"] = secret
+        return 201, registered
 
     def _introspect(self, token: str) -> JsonObject:
         if self.faults.inactive or token in self._revoked:
@@ -283,9 +346,13 @@ class AuthorizationServer:
             claims: JsonObject = {}
             if key is not None:
                 claims = self._jwt.decode(
-                    token, key, ["ES256"], options={"verify_aud": False, "verify_exp": False, "verify_iat": False}
+                    token,
+                    key,
+                    ["ES256"],
+                    options={"verify_aud": False, "verify_exp": False, "verify_iat": False},
                 )
         except self._jwt.PyJWTError:
             return {"active": False}
-        is_active = bool(claims) and claims["exp"] > self._clock()
-        return {"active": True, "token_type": "Bearer", **claims} if is_active else {"active": False}
+        if not claims or claims["exp"] <= self._clock():
+            return {"active": False}
+        return {"active": True, "token_type": "Bearer", **claims}
