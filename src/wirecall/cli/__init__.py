@@ -1,8 +1,10 @@
-"""The `wirecall` command: verbs, whose modules are imported when they are used, so that `--help` answers at once.
+"""The `wirecall` command.
 
-A verb is a row of `VERBS`, and a click command `<verb>_command` in the module that the row names. It prints through
-`Printer`, raises `CliError` (or lets errors of wirecall pass), and returns its exit code, or None for 0. All errors end in
-`Verbs.main`, which prints them in three lines or, with `--json`, as the one document.
+The modules of its verbs are imported when they are used, so that `--help` answers at once. A verb
+is a row of `VERBS`, and a click command `<verb>_command` in the module that the row names. It
+prints through `Printer`, raises `CliError` (or lets errors of wirecall pass), and returns its exit
+code, or None for 0. All errors reach `Verbs.main`, which prints them in three lines or, with
+`--json`, as the one document.
 """
 
 import io
@@ -24,24 +26,27 @@ VERBS = {
     "new": ("project", "Create a project: a server, a test, a wirecall.toml."),
     "dev": ("serve", "Serve with reload and a readable log."),
     "serve": ("serve", "Serve an app over HTTP or on stdio."),
-    "list": ("call", "List the methods, tools, resources and prompts of a server."),
-    "show": ("call", "Show one method, tool, resource or prompt, and its arguments."),
+    "wrap": ("wrap", "Serve another MCP server so that it survives, and acts once."),
+    "list": ("offers", "List the methods, tools, resources and prompts of a server."),
+    "show": ("offers", "Show one method, tool, resource or prompt, and its arguments."),
     "call": ("call", "Make one call."),
     "batch": ("batch", "Make many calls, one JSON object per line."),
-    "task": ("call", "Look at a background call, wait for it, or cancel it."),
+    "task": ("task", "Look at a background call, wait for it, or cancel it."),
     "send": ("batch", "Send raw messages unchanged, and print the answers."),
     "login": ("login", "Log in to a server, and keep the login for the other commands."),
     "logout": ("login", "Forget the logins at a server, and revoke their tokens."),
     "auth": ("login", "List the stored logins."),
     "ledger": ("ledger", "Look at the records of commands, and resolve unknown outcomes."),
-    "audit": ("ledger", "Look at the audit trail, and verify it."),
+    "audit": ("audit", "Look at the audit trail, and verify it."),
     "probe": ("probe", "Find out which revisions and features a server supports."),
+    "bench": ("bench", "Make calls at a steady rate, and report how long the answers take."),
     "lock": ("contract", "Write the contract of a server into a file."),
     "diff": ("contract", "Compare two contracts, and report the changes that break callers."),
     "client": ("contract", "Write a typed Python client of a server."),
     "install": ("install", "Add a server to an MCP client's configuration."),
+    "gateway": ("gateway", "One place in front of other MCP servers."),
     "config": ("project", "Check or show wirecall.toml."),
-    "doctor": ("project", "Check this installation."),
+    "doctor": ("doctor", "Check this installation."),
     "completion": ("", "Print the completion script of a shell."),
 }
 
@@ -59,16 +64,25 @@ class Verbs(click.Group):
         command: click.Command = getattr(module, f"{cmd_name}_command")
         return command
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in VERBS and not args[0].startswith("-"):
             raise no_such("verb", args[0], list(VERBS), "wirecall --help")
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> "list[CompletionItem]":
-        """Complete verbs by their names alone: click's own way would load all of them for each press of the tab key."""
+        """Complete verbs by their names alone.
+
+        click would load all of them for each press of the tab key.
+        """
         from click.shell_completion import CompletionItem
 
-        verbs = [CompletionItem(name, help=text) for name, (_, text) in VERBS.items() if name.startswith(incomplete)]
+        verbs = [
+            CompletionItem(name, help=text)
+            for name, (_, text) in VERBS.items()
+            if name.startswith(incomplete)
+        ]
         return [*verbs, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -79,14 +93,21 @@ class Verbs(click.Group):
         with formatter.section("Exit codes"):
             formatter.write_dl([(str(int(code)), text) for code, text in TEXTS.items()])
 
-    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: object, **__: object) -> NoReturn:
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        *_: object,
+        **__: object,
+    ) -> NoReturn:
         """Run the whole command: parse, run the verb, print its error, exit."""
         words = list(sys.argv[1:] if args is None else args)
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode must not fail the command
+                # A terminal without Unicode must not fail the command.
+                stream.reconfigure(errors="backslashreplace")
         try:
-            # Not standalone: click would print errors in its own form, and exit.
+            # Not standalone: click would print errors in its own format, and exit.
             code = super().main(words, prog_name or "wirecall", standalone_mode=False)
         except click.exceptions.NoArgsIsHelpError as error:
             error.show()
@@ -97,7 +118,8 @@ class Verbs(click.Group):
             from wirecall.cli.terminal import print_failure
 
             failure = failure_of(error)
-            own = words[: words.index("--")] if "--" in words else words  # the rest is the command line of a server
+            # The rest is the command line of a server.
+            own = words[: words.index("--")] if "--" in words else words
             print_failure(failure, "--json" in own)
             code = failure.exit
         sys.exit(code if isinstance(code, int) else Exit.DONE)
@@ -124,4 +146,6 @@ def completion_command(shell: str) -> None:
     kind = get_completion_class(shell)
     assert kind is not None
     # Not `kind.source`: bash's starts a shell to ask for its version.
-    click.echo(ShellComplete.source(kind(click.Command("wirecall"), {}, "wirecall", "_WIRECALL_COMPLETE")))
+    click.echo(
+        ShellComplete.source(kind(click.Command("wirecall"), {}, "wirecall", "_WIRECALL_COMPLETE"))
+    )

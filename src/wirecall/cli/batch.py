@@ -1,20 +1,30 @@
-"""Many messages, one per line: `wirecall batch` makes a call of each line, `wirecall send` sends the lines untouched.
+"""Many messages, one per line.
 
-`batch` reads a call per line and prints an outcome per line, in the same order:
+`wirecall batch` makes a call of each line, `wirecall send` sends the lines untouched. `batch` reads
+a call per line, of a method or of a tool of MCP, and prints an outcome per line, in the same order:
 
-    {"method": "price", "params": {"sku": "tea"}}          a method, or a tool of MCP with its arguments
+    {"method": "price", "params": {"sku": "tea"}}
     {"method": "charge", "params": {...}, "key": "k-7"}    with an idempotency key
-    {"line": 1, "ok": true, "result": 450}                 an outcome; with "id" if the line had one, "key", "replayed"
-    {"line": 2, "ok": false, "error": {...}}
+    {"line": 1, "ok": true, "result": 450}                 with "id" if the line had one,
+    {"line": 2, "ok": false, "error": {...}}               "key" and "replayed"
 
-A line that cannot be read fails alone. Lines are sent in arrays, or side by side where the protocol has no arrays, one
-window at a time, so that a file of any length takes the memory of one window. The writer of a pipe may pause, as `tail -f`
-does, and wants the answers meanwhile: a window ends when it is full, `LINGER` after its first line, or with the input. The
-event loop runs on while no line comes, because servers ask their clients things, too.
+A line may use the result of an earlier one, with `refs` and `after` as in a JSON-RPC array:
+
+    {"id": "order", "method": "find_order", "params": {"customer": "ada"}}
+    {"method": "charge", "params": {"cents": 5}, "refs": {"/order": {"id": "order", "path": "/id"}}}
+
+With `--stream` the outcomes are in the order in which they come.
+
+A line that cannot be read fails alone. Lines are sent in arrays, or side by side where the protocol
+has no arrays, one window at a time, so that a file of any length takes the memory of one window.
+The writer of a pipe may pause, as `tail -f` does, and wants the answers during the pause: a window
+ends when it is full, `LINGER` after its first line, or with the input. The event loop keeps running
+while it waits for lines, because servers may ask their clients questions.
 """
 
 import asyncio
 import os
+import shutil
 import stat
 import sys
 from collections import deque
@@ -25,7 +35,7 @@ from typing import Any, BinaryIO, TypeAlias
 
 import click
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Raw, Struct, UnsetType
 
 from wirecall.app import App
 from wirecall.cli.failures import CliError, Exit, Interrupted, Unreachable, failure_of
@@ -46,21 +56,38 @@ from wirecall.cli.terminal import (
     Printer,
     count_of,
     input_file,
+    is_terminal,
     json_option,
+    marked,
     print_json,
     print_raw,
     progress,
     reading,
     result_of,
     run,
+    stated,
 )
-from wirecall.errors import ConnectionLost, UsageError
+from wirecall.errors import (
+    ConnectionLost,
+    DependencyFailed,
+    ReferenceInvalid,
+    RpcError,
+    UsageError,
+    WirecallError,
+    rebuilt,
+)
 from wirecall.files import IS_PORTABLE
-from wirecall.protocol.messages import JsonObject
+from wirecall.logs import escaped
+from wirecall.protocol.messages import Id, JsonObject, encode
+from wirecall.server.references import read_references, write_pointer
 
-WINDOW = 1000  # lines in flight together
-TICK = 0.2  # seconds after which finished calls are printed while others are in flight
-LINGER = 0.2  # seconds from the first line of a window to its end
+# Lines in flight together.
+WINDOW = 1000
+# Seconds after which finished calls are printed while others are in flight.
+TICK = 0.2
+# Seconds from the first line of a window to its end.
+LINGER = 0.2
+# Bytes that are read at once.
 CHUNK = 1 << 16
 
 Numbered: TypeAlias = tuple[int, bytes]
@@ -73,6 +100,10 @@ class Line(Struct, frozen=True):
     params: JsonObject | list[Any] | None = None
     key: str | None = None
     id: str | int | UnsetType | None = UNSET
+    # The values that it takes from earlier lines: by place, the id of a line and a JSON Pointer.
+    refs: Any = UNSET
+    # The ids of lines that must have succeeded.
+    after: Any = UNSET
 
 
 _decode = msgspec.json.Decoder(Line).decode
@@ -93,136 +124,319 @@ class Totals:
         self.exits.update(failed)
 
     def answered(self) -> str:
-        """Return the state of the batch if it ends now."""
+        """Return the totals of the batch if it ends now."""
+        text = f"{count_of(self.lines, 'line')} answered, {self.failed} failed"
         open = self.sent - self.lines
-        left = f"; {count_of(open, 'line')} may have run, or may still run" if open else ""
-        return f"{count_of(self.lines, 'line')} answered, {self.failed} failed{left}"
+        if open:
+            text += f"; {count_of(open, 'line')} may have run, or may still run"
+        return text
 
     def exit(self) -> int:
-        """Return the exit code: some failed, unless all failed for one reason that lies outside the lines."""
-        if self.failed == self.lines and self.exits in ({Exit.AUTH}, {Exit.UNREACHABLE}, {Exit.PROTOCOL}):
+        """Return the exit code: some failed, unless all failed for one reason outside the lines."""
+        if self.failed == self.lines and self.exits in (
+            {Exit.AUTH},
+            {Exit.UNREACHABLE},
+            {Exit.PROTOCOL},
+        ):
             return self.exits.pop()
-        return Exit.SOME_FAILED if self.failed else Exit.DONE
+        if self.failed:
+            return Exit.SOME_FAILED
+        return Exit.DONE
 
 
 @click.command("batch", cls=TargetCommand)
 @target_argument
 @click.argument("lines", type=input_file, default="-", metavar="[FILE|-]")
+@click.option("--stream", is_flag=True, help="Print each outcome as soon as it comes.")
 @ledger_option
 @way_options
 @json_option
-def batch_command(target: Target, lines: BinaryIO, ledger: str | None, way: Way, out: Printer) -> int:
+def batch_command(
+    target: Target, lines: BinaryIO, stream: bool, ledger: str | None, way: Way, out: Printer
+) -> int:
     """Make the calls in FILE (or on standard input), one JSON object per line.
 
-    The outcomes are on stdout, one JSON object per line, in the order of the input, with or without --json.
+    The outcomes are on stdout, one JSON object per line, in the order of the input, with or without
+    --json. With --stream they are in the order in which they come, and for people if stdout is a
+    terminal and --json is not given.
+
+    A line can use the result of an earlier line, which it names by its id.
 
     \b
     {"method": "price", "params": {"sku": "tea"}}
-    {"method": "charge", "params": {"order": "7", "cents": 450}, "key": "order-7"}
+    {"method": "charge", "params": {"order": "7", "cents": 450}, "key": "order-7", "id": "paid"}
+    {"method": "echo", "refs": {"/value": {"id": "paid", "path": "/order"}}, "after": ["paid"]}
     """
     totals = Totals()
     try:
-        run(_batch(target, lines, ledger, way, totals))
+        run(_batch(target, lines, ledger, way, totals, Output(stream, out.as_json)))
     except Interrupted as stopped:
         stopped.why = totals.answered()
         raise
-    replayed = f", {totals.replayed} replayed" if totals.replayed else ""
-    out.note(f"{count_of(totals.lines, 'line')}, {totals.failed} failed{replayed}", "failed" if totals.failed else "ok")
+    line = f"{count_of(totals.lines, 'line')}, {totals.failed} failed"
+    if totals.replayed:
+        line += f", {totals.replayed} replayed"
+    out.note(line, "failed" if totals.failed else "ok")
     return totals.exit()
 
 
-async def _batch(target: Target, source: BinaryIO, ledger: str | None, way: Way, totals: Totals) -> None:
+class Output:
+    """How the outcomes are printed."""
+
+    def __init__(self, stream: bool, as_json: bool) -> None:
+        self.stream = stream
+        # The parent process may have closed it.
+        self._stdout = sys.stdout
+        # Lines for people, which a bar must not overwrite.
+        self.is_live = stream and not as_json and is_terminal(sys.stdout)
+
+    def print(self, documents: list[JsonObject]) -> None:
+        if self._stdout is None:
+            return
+        if not self.is_live:
+            print_json(*documents, stdout=self._stdout)
+            return
+        for document in documents:
+            click.echo(_live_line(document), self._stdout)
+
+
+def _live_line(document: JsonObject) -> str:
+    """Return an outcome as one line of a terminal."""
+    mark = "failed"
+    if document["ok"]:
+        mark = "replayed" if "replayed" in document else "ok"
+        shown = encode(document["result"]).decode()
+    else:
+        error = document["error"]
+        if error["exit"] == Exit.UNKNOWN:
+            mark = "unknown"
+        shown = f"{error['message']} {error.get('why', '')}".rstrip()
+    line = f"line {document['line']}"
+    if document.get("id") is not None:
+        line += f" ({document['id']})"
+    line = escaped(f"{line}: {shown}")
+    # The mark and a space are before it.
+    width = shutil.get_terminal_size().columns - 8
+    if len(line) > width:
+        line = f"{line[: max(width, 10)]}..."
+    return f"{marked(mark)} {line}"
+
+
+async def _batch(
+    target: Target,
+    source: BinaryIO,
+    ledger: str | None,
+    way: Way,
+    totals: Totals,
+    output: Output,
+) -> None:
     app = app_of(target, ledger)
     if app is not None:
-        # A wrong ledger fails here once, not in every line. Only one that was asked for is opened: queries need none.
+        # A wrong ledger fails here once, not in every line. Only a requested one is opened: queries
+        # need none.
         check_ledger(app.ledger_url)
         if ledger:
             await ready(app)
-    stdout, lines, count = sys.stdout, InputLines(source), None
+    lines = InputLines(source)
+    count = None
     is_mcp = way.protocol_to(target) == "mcp"
     if source.seekable():  # the lines of a file can be counted before they are read
         begin = source.tell()
         count = sum(1 for line in source if line.strip())
         source.seek(begin)
-    with progress(count, "Calls", hidden=source.isatty()) as advance:
+    with progress(count, "Calls", hidden=source.isatty() or output.is_live) as advance:
 
         def report(documents: list[JsonObject]) -> None:
             totals.count(documents)
-            if stdout is not None:  # the parent process may have closed it
-                print_json(*documents, stdout=stdout)
+            output.print(documents)
             advance(len(documents))
 
         async with opened(target, way, app=app) as client:
-            # A key is for a repetition if the server honours it, and keeps it longer than this command takes.
+            # A key allows a repetition if the server honours it, and keeps it longer than this
+            # command takes.
             is_kept = app is None or not app.ledger_url.startswith("memory:")
             has_keys = is_kept and (not is_mcp or client.honours_keys)
             while block := await lines.block(WINDOW):
                 totals.sent += len(block)
-                await _send(client, is_mcp, has_keys, block, report)
+                sending = _Window(client, is_mcp, has_keys, report)
+                if output.stream:
+                    await sending.stream(block)
+                else:
+                    await sending.send(block)
 
 
-async def _send(
-    client: Any, is_mcp: bool, has_keys: bool, block: list[Numbered], report: Callable[[list[JsonObject]], None]
-) -> None:
-    """Make the calls of a block. Report finished calls while others are in flight, in the order of the lines."""
-    entries: list[tuple[int, Line | None, Any]] = []  # the last is an entry of the batch, or a CliError
+class _Sent(Struct, eq=False):
+    """A line and its call."""
 
-    async def send() -> None:
-        async with client.batch() as batch:
-            entries.extend((number, *_added(batch, is_mcp, text)) for number, text in block)
-
-    def is_final(entry: tuple[int, Line | None, Any]) -> bool:
-        return isinstance(entry[2], CliError) or entry[2].ok  # the client may still retry a call that failed
-
-    sending, reported = asyncio.create_task(send()), 0
-    try:
-        while not sending.done():
-            await asyncio.wait([sending], timeout=TICK)
-            settled = entries if sending.done() else list(takewhile(is_final, entries))
-            report([_document(*entry, has_keys) for entry in settled[reported:]])
-            reported = len(settled)
-        await sending
-    finally:
-        sending.cancel()
-        await asyncio.gather(sending, return_exceptions=True)
+    number: int
+    line: Line | None
+    # An entry of the batch, or a CliError.
+    entry: Any
 
 
-def _added(batch: Any, is_mcp: bool, text: bytes) -> tuple[Line | None, Any]:
-    """Add a line to the batch; return it with its entry, or with its error."""
-    try:
-        line = _decode(text)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        return None, CliError("This line is not a call.", str(error), '{"method": "...", "params": {...}}', type="line")
-    if is_mcp and isinstance(line.params, list):
-        return line, CliError(f"{line.method}: params by position.", "tools of MCP take an object", "use names", type="line")
-    try:
-        return line, (batch.call_tool if is_mcp else batch.call)(line.method, line.params, key=line.key)
-    except UsageError as error:
-        return line, failure_of(error)
+class _Window:
+    """The lines that are sent together."""
+
+    def __init__(
+        self,
+        client: Any,
+        is_mcp: bool,
+        has_keys: bool,
+        report: Callable[[list[JsonObject]], None],
+    ) -> None:
+        self._client = client
+        self._is_mcp = is_mcp
+        self._has_keys = has_keys
+        self._report = report
+        self._lines: list[_Sent] = []
+        # The calls by the ids of their lines, as JSON: 1 and "1" are two ids.
+        self._named: dict[bytes, list[_Sent]] = {}
+
+    async def send(self, block: list[Numbered]) -> None:
+        """Make the calls of a block.
+
+        Report finished calls while others are in flight, in the order of the lines.
+        """
+        sending = asyncio.create_task(self._send_all(block))
+        reported = 0
+        try:
+            while not sending.done():
+                await asyncio.wait([sending], timeout=TICK)
+                settled = self._lines
+                if not sending.done():
+                    settled = list(takewhile(_is_final, self._lines))
+                self._report([self._document(sent) for sent in settled[reported:]])
+                reported = len(settled)
+            await sending
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+
+    async def _send_all(self, block: list[Numbered]) -> None:
+        async with self._client.batch() as batch:
+            self._add(batch, block)
+
+    async def stream(self, block: list[Numbered]) -> None:
+        """Make the calls of a block, and report each of them when its answer comes."""
+        batch = self._client.batch()
+        self._add(batch, block)
+        wrong = [sent for sent in self._lines if isinstance(sent.entry, CliError)]
+        self._report([self._document(sent) for sent in wrong])
+        lines = {sent.entry: sent for sent in self._lines if not isinstance(sent.entry, CliError)}
+        async for entry in batch.stream():
+            self._report([self._document(lines[entry])])
+
+    def _add(self, batch: Any, block: list[Numbered]) -> None:
+        for number, text in block:
+            line, entry = self._added(batch, text)
+            sent = _Sent(number, line, entry)
+            self._lines.append(sent)
+            is_named = line is not None and line.id is not UNSET and line.id is not None
+            if line is not None and is_named:
+                self._named.setdefault(encode(line.id), []).append(sent)
+
+    def _added(self, batch: Any, text: bytes) -> tuple[Line | None, Any]:
+        """Add a line to the batch; return it with its entry, or with its error."""
+        try:
+            line = _decode(text)
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+            return None, CliError(
+                "This line is not a call.",
+                str(error),
+                '{"method": "...", "params": {...}}',
+                type="line",
+            )
+        if self._is_mcp and isinstance(line.params, list):
+            return line, CliError(
+                f"{line.method}: params by position.",
+                "tools of MCP take an object",
+                "use names",
+                type="line",
+            )
+        call = batch.call_tool if self._is_mcp else batch.call
+        try:
+            params, after = self._linked(line)
+            return line, call(line.method, params, key=line.key, after=after)
+        except (UsageError, RpcError) as error:
+            return line, failure_of(error)
+
+    def _linked(self, line: Line) -> tuple[Any, list[Any]]:
+        """Return the params of a line with its references, and the calls that it waits for."""
+        if line.refs is UNSET and line.after is UNSET:
+            return line.params, []
+        params = Raw(encode({} if line.params is None else line.params))
+        links = read_references(line.refs, line.after, params)
+        filled = line.params
+        if links.refs:
+            filled = msgspec.json.decode(params)
+            for ref in links.refs:
+                parent = filled
+                for token in ref.place[:-1]:
+                    parent = parent[int(token) if isinstance(parent, list) else token]
+                parent[ref.place[-1]] = self._target(ref.target).ref(write_pointer(ref.path))
+        return filled, [self._target(id) for id in links.after]
+
+    def _target(self, id: Id) -> Any:
+        """Return the call of the line with an id."""
+        found = self._named.get(encode(id), [])
+        if len(found) != 1:
+            what = "no earlier line of this window has"
+            if found:
+                what = f"{len(found)} lines have"
+            raise ReferenceInvalid(
+                f"{what} the id {encode(id).decode()[:100]}; "
+                f"a reference names one of the last {WINDOW} lines",
+                ran="no",
+            )
+        if isinstance(found[0].entry, CliError):
+            raise ReferenceInvalid(
+                f"line {found[0].number}, which this one needs, is not a call", ran="no"
+            )
+        return found[0].entry
+
+    def _document(self, sent: _Sent) -> JsonObject:
+        """Return the outcome of a line as it is printed."""
+        document: JsonObject = {"line": sent.number}
+        if sent.line is not None and sent.line.id is not UNSET:
+            document["id"] = sent.line.id
+        entry = sent.entry
+        if isinstance(entry, CliError):
+            return {**document, "ok": False, "error": entry.document()}
+        more = stated(key=entry.key, replayed=entry.replayed)
+        if entry.error is None:
+            return {**document, "ok": True, "result": result_of(entry.result()), **more}
+        failure = failure_of(self._named_cause(entry.error))
+        if failure.exit == Exit.UNKNOWN:
+            failure.next = (
+                "repeat the line if it only reads; else find out first whether it took effect"
+            )
+            if entry.key and self._has_keys:
+                failure.next = f'repeat the line with "key": "{entry.key}": it takes effect once'
+        return {**document, "ok": False, "error": failure.document(), **more}
+
+    def _named_cause(self, error: WirecallError) -> WirecallError:
+        """Return an error that names the line which caused it, and not the id of its message."""
+        if not isinstance(error, DependencyFailed) or not isinstance(error.data, dict):
+            return error
+        for sent in self._lines:
+            if not isinstance(sent.entry, CliError) and sent.entry.id == error.data.get("id"):
+                data = {**error.data, "line": sent.number}
+                data.pop("id")
+                if sent.line is not None and sent.line.id is not UNSET:
+                    data["id"] = sent.line.id
+                return rebuilt(type(error), error.code, error.message, data)
+        return error
 
 
-def _document(number: int, line: Line | None, entry: Any, has_keys: bool) -> JsonObject:
-    """Return the outcome of a line as it is printed."""
-    id = {} if line is None or line.id is UNSET else {"id": line.id}
-    if isinstance(entry, CliError):
-        return {"line": number, **id, "ok": False, "error": entry.document()}
-    more = ({"key": entry.key} if entry.key else {}) | ({"replayed": True} if entry.replayed else {})
-    if entry.error is None:
-        return {"line": number, **id, "ok": True, "result": result_of(entry.result()), **more}
-    failure = failure_of(entry.error)
-    if failure.exit == Exit.UNKNOWN:
-        safe = f'repeat the line with "key": "{entry.key}": it takes effect once'
-        failure.next = (
-            safe
-            if entry.key and has_keys
-            else "repeat the line if it only reads; else find out first whether it took effect"
-        )
-    return {"line": number, **id, "ok": False, "error": failure.document(), **more}
+def _is_final(sent: _Sent) -> bool:
+    # The client may still retry a call that failed.
+    return isinstance(sent.entry, CliError) or sent.entry.ok
 
 
-# --- raw messages ---------------------------------------------------------------------------------------------------
+# --- raw messages ---------------------------------------------------------------------------------
 
-LEAVE = 1.0  # seconds for a process to end by itself after it closed its stdout
+# Seconds for a process to exit after it closed its stdout.
+LEAVE = 1.0
 
 
 @click.command("send", cls=TargetCommand)
@@ -230,14 +444,16 @@ LEAVE = 1.0  # seconds for a process to end by itself after it closed its stdout
 @click.argument("messages", type=input_file, default="-", metavar="[MESSAGES|-]")
 @way_options
 def send_command(target: Target, messages: BinaryIO, way: Way) -> int:
-    """Send messages to TARGET unchanged, one per line of MESSAGES (standard input by default), and print the answers.
+    """Send messages to TARGET unchanged, and print the answers.
 
-    A message without an answer prints nothing. An app in a file receives them as JSON-RPC.
+    MESSAGES has one message per line; the default is standard input. A message without an answer
+    prints nothing. An app in a file receives them as JSON-RPC.
 
     \b
     echo '{"jsonrpc":"2.0","method":"sum","params":[1,2,3],"id":1}' | wirecall send examples/hello.py
     """
-    stdout, app = sys.stdout, app_of(target)
+    stdout = sys.stdout
+    app = app_of(target)
 
     async def to_app(app: App) -> int:
         async with app:
@@ -251,9 +467,12 @@ def send_command(target: Target, messages: BinaryIO, way: Way) -> int:
     try:
         if app is not None:
             return run(to_app(app))
-        return run((_to_address if target.kind == "url" else _to_process)(target, messages, way))
+        if target.kind == "url":
+            return run(_to_address(target, messages, way))
+        return run(_to_process(target, messages, way))
     except TimeoutError:
-        what, why = "The server has not answered every message.", f"no answer within {way.timeout:g} s"
+        what = "The server has not answered every message."
+        why = f"no answer within {way.timeout:g} s"
         next_step = f"give it more time: --timeout {way.timeout * 10:g}s"
         raise CliError(what, why, next_step, exit=Exit.UNKNOWN, type="timed_out") from None
 
@@ -283,13 +502,17 @@ async def _to_address(target: Target, messages: BinaryIO, way: Way) -> int:
 
 async def _to_process(target: Target, messages: BinaryIO, way: Way) -> int:
     """Write lines to its stdin, close it, and print its output until it ends."""
-    # A pipe for stderr too: what a server prints there must not steer the terminal either.
+    # A pipe for stderr too: a server must not send control characters to the terminal there either.
     pipe = asyncio.subprocess.PIPE
     try:
-        process = await asyncio.create_subprocess_exec(*target.command, stdin=pipe, stdout=pipe, stderr=pipe)
+        process = await asyncio.create_subprocess_exec(
+            *target.command, stdin=pipe, stdout=pipe, stderr=pipe
+        )
     except OSError as error:
         why = error.strerror or str(error)
-        raise Unreachable(f"{target.command[0]} cannot be started.", why, "check the command") from None
+        raise Unreachable(
+            f"{target.command[0]} cannot be started.", why, "check the command"
+        ) from None
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
 
     async def copy(source: asyncio.StreamReader, *, err: bool) -> bytes:
@@ -302,7 +525,8 @@ async def _to_process(target: Target, messages: BinaryIO, way: Way) -> int:
         return last
 
     async def feed(sink: asyncio.StreamWriter) -> None:
-        with suppress(ConnectionError):  # it has ended, or closed its stdin; its output is printed all the same
+        # It has ended, or closed its stdin; its output is still printed.
+        with suppress(ConnectionError):
             async for line in InputLines(messages).each():
                 sink.write(line + b"\n")
                 await sink.drain()
@@ -314,8 +538,9 @@ async def _to_process(target: Target, messages: BinaryIO, way: Way) -> int:
     try:
         await asyncio.wait([feeding, output], return_when=asyncio.FIRST_COMPLETED)
         if output.done():
-            output.result()  # raises if our own stdout is closed: the input may be endless, and its answers go nowhere
-            with suppress(TimeoutError):  # it ends, or goes on reading without an output
+            # Raises if our stdout is closed: the input may be endless, and its answers lost.
+            output.result()
+            with suppress(TimeoutError):  # it exits, or keeps reading without output
                 async with asyncio.timeout(LEAVE):
                     await process.wait()
         if process.returncode is None:
@@ -335,11 +560,13 @@ async def _to_process(target: Target, messages: BinaryIO, way: Way) -> int:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(LEAVE):
                         await process.wait()
-        # A pipe that is not read to its end outlives the event loop. A grandchild may keep one open.
+        # A pipe that is not read to its end outlives the event loop. A grandchild may keep one
+        # open.
         unread = asyncio.create_task(_drained(process.stdout))
         await asyncio.wait([unread, errors], timeout=LEAVE)
     if code and not said:
-        why, next_step = f"it ended with {code}, and printed nothing on stdout", "run the command by itself to see more"
+        why = f"it ended with {code}, and printed nothing on stdout"
+        next_step = "run the command alone to see more"
         raise Unreachable("The server ended without an answer.", why, next_step)
     return Exit.DONE
 
@@ -349,7 +576,7 @@ async def _drained(source: asyncio.StreamReader) -> None:
         pass
 
 
-# --- lines ----------------------------------------------------------------------------------------------------------
+# --- lines ----------------------------------------------------------------------------------------
 
 
 class InputLines:
@@ -360,14 +587,16 @@ class InputLines:
         self._number = 0
         self._numbered = self._of(source)
         self._come: deque[Numbered] = deque()
-        self._begun: list[bytes] = []  # the parts of a line whose end has not come
+        # The parts of an incomplete line.
+        self._begun: list[bytes] = []
         self._is_over = False
         try:
             mode = os.fstat(source.fileno()).st_mode
             is_pipe = stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or source.isatty()
         except (OSError, ValueError):  # bytes that only look like a file
             is_pipe = False
-        # Whether the next line may not be written yet, and the event loop can wait for it.
+        # Whether the writer may not have written the next line yet, and the event loop can wait for
+        # it.
         self._may_wait = is_pipe and not portable
 
     async def block(self, most: int) -> list[Numbered]:
@@ -376,26 +605,32 @@ class InputLines:
             with reading():
                 return list(islice(self._numbered, most))
         loop = asyncio.get_running_loop()
-        due = loop.time() + LINGER if self._come else None
+        # When the block ends; None until its first line is there.
+        due = None
+        if self._come:
+            due = loop.time() + LINGER
         while len(self._come) < most and not self._is_over:
             try:
                 async with asyncio.timeout_at(due):
                     await self._read()
             except TimeoutError:
                 break
-            due = due or (loop.time() + LINGER if self._come else None)
+            if due is None and self._come:
+                due = loop.time() + LINGER
         return [self._come.popleft() for _ in range(min(most, len(self._come)))]
 
     async def each(self) -> AsyncIterator[bytes]:
-        """Yield one line after the other, without numbers."""
+        """Yield the lines one by one, without numbers."""
         while block := await self.block(1):
             yield block[0][1]
 
     async def _read(self) -> None:
         """Wait for data and take the whole lines in it."""
-        loop, handle = asyncio.get_running_loop(), self._source.fileno()
+        loop = asyncio.get_running_loop()
+        handle = self._source.fileno()
         ready = asyncio.Event()
-        # The descriptor is shared with the parent process, so it must stay blocking: it is read only when data is there.
+        # The descriptor is shared with the parent process, so it must stay blocking: it is read
+        # only when data is there.
         loop.add_reader(handle, ready.set)
         try:
             with reading(blocks=False):

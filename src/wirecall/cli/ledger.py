@@ -1,46 +1,65 @@
-"""The records of commands, for operators: `wirecall ledger` looks at them and settles unknown ones, and `wirecall audit`
-prints and verifies the audit trail.
+"""`wirecall ledger`: looks at the records of commands, and settles unknown ones, for operators.
 
-A record is named by method and key, and by its caller where callers are known. Only two verbs change something: `ledger
-sweep` does the housekeeping that servers do by themselves, and `ledger resolve` records what an operator found out.
+Method and key name a record, and its caller if callers are known. Three verbs change something:
+`ledger sweep` does the housekeeping that servers do automatically, `ledger resolve` records what an
+operator found out, and `ledger migrate` brings the tables up to date. The others only read, so they
+work on a replica.
 """
 
 import base64
 import binascii
-import os
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+import math
+import shlex
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import click
 import msgspec
 from msgspec import Struct
 
 from wirecall.app import App
-from wirecall.audit import verify_lines
-from wirecall.cli.failures import CliError, Exit, Interrupted, nearest
-from wirecall.cli.targets import DRIVERS, app_of, opened_ledger, parse
-from wirecall.cli.terminal import Printer, ask, count_of, json_option, print_json, progress, run
+from wirecall.cli.failures import CliError, Exit, Interrupted
+from wirecall.cli.targets import DRIVERS, app_of, moment, opened_ledger, parse, reaching
+from wirecall.cli.terminal import Printer, Spinner, ask, count_of, json_option, progress, run
 from wirecall.config import load_config
-from wirecall.errors import UsageError
-from wirecall.ledger.base import Ledger, Outcome, Record, RecordId, State, Task, check_url
+from wirecall.errors import UsageError, nearest
+from wirecall.ledger.base import (
+    Ledger,
+    Only,
+    Outcome,
+    Place,
+    Record,
+    RecordId,
+    Schema,
+    State,
+    Task,
+    check_url,
+    open_ledger,
+    schema_of,
+)
 from wirecall.logs import escaped
 from wirecall.protocol.messages import JsonObject
 from wirecall.server.method import Method
 
 T = TypeVar("T")
 
-RETENTION = 86_400.0  # seconds, where the app that declares a method is not known
-PAGE = 500  # records that are read at once
+# Seconds, if the app that declares a method is not known.
+RETENTION = 86_400.0
+# Records that are read at once.
+PAGE = 500
+# Characters of the params that a table shows; `ledger show` and --json have all of them.
+PARAMS_SHOWN = 60
 
 
 class Found(Struct, frozen=True):
-    """A ledger's URL, the origin of that URL, and the app that uses it, if it is known: loaded, or as a target."""
+    """A ledger, the origin of its URL, and the app that uses it."""
 
     url: str
+    # The file, the variable or the command line that names it.
     origin: str
+    # The app, if it is known: loaded, or as a target.
     app: App | str | None = None
 
     def method(self, name: str) -> Method | None:
@@ -49,24 +68,34 @@ class Found(Struct, frozen=True):
         if app is None:
             return None
         tool = name.removeprefix("tools/call:")
-        return app.registry.methods.get(name) if tool == name else app.registry.tools.get(tool)
+        if tool == name:
+            return app.registry.methods.get(name)
+        return app.registry.tools.get(tool)
 
     def retention(self, method: str) -> float:
         declared = self.method(method)
-        return RETENTION if declared is None else declared.terms.retention
+        if declared is None:
+            return RETENTION
+        return declared.terms.retention
 
 
 def found(text: str | None) -> Found:
-    """Return the ledger that a text names; without a text, that of wirecall.toml, or of the app that it names."""
+    """Return the ledger with this name.
+
+    Without a name, it is that of wirecall.toml, or of the app that wirecall.toml names.
+    """
     named = text
     if text is None:
         config = load_config()
-        url, named = config.values["ledger.url"], config.get("server.app")
+        url = config.values["ledger.url"]
+        named = config.get("server.app")
         if url.value is not None:
             return Found(url.value, url.origin, named)
     elif not text.partition(":")[0].endswith(".py"):
         if Path(text).is_file():
-            raise CliError(f"{text!r} is not a ledger.", "it is the path of a file", f"sqlite:{text}")
+            raise CliError(
+                f"{text!r} is not a ledger.", "it is the path of a file", f"sqlite:{text}"
+            )
         try:
             check_url(text)
         except UsageError:
@@ -76,33 +105,45 @@ def found(text: str | None) -> Found:
         return Found(text, "the command line")
     if named is None:
         next_step = "wirecall ledger ... sqlite:ledger.db, or [ledger] url = ... in wirecall.toml"
-        raise CliError("Which ledger?", "neither the command line nor wirecall.toml names one", next_step)
+        raise CliError(
+            "Which ledger?", "neither the command line nor wirecall.toml names one", next_step
+        )
     app = app_of(parse(named))
     assert app is not None  # it is a file
     stated = load_config().values["ledger.url"]
-    return Found(app.ledger_url, named if stated.value is None else stated.origin, app)
+    origin = named if stated.value is None else stated.origin
+    return Found(app.ledger_url, origin, app)
 
 
-def _with(where: Found, work: Callable[[Ledger], Awaitable[T]]) -> T:
-    """Open a ledger that exists, and return the result of the work on it."""
-    scheme, _, path = where.url.partition(":")
-    if scheme == "memory":
+def _check_durable(where: Found) -> None:
+    if where.url.startswith("memory:"):
         why = "it lives inside the server's process, and ends with it"
-        next_step = 'use a ledger that outlives it: ledger="sqlite:PATH", or --ledger of wirecall serve'
+        next_step = (
+            'use a ledger that outlives it: ledger="sqlite:PATH", or --ledger of wirecall serve'
+        )
         raise CliError("A ledger in memory cannot be inspected.", why, next_step)
+
+
+def _with(where: Found, work: Callable[[Ledger], Awaitable[T]], *, writes: bool = False) -> T:
+    """Open a ledger that exists, and return the result of the work on it.
+
+    Unless the work `writes`, the ledger may be a replica.
+    """
+    _check_durable(where)
+    scheme, _, path = where.url.partition(":")
     if scheme == "sqlite" and not Path(path.removeprefix("//")).exists():
         why = f"named by {where.origin}; looked in {Path.cwd()}"
         next_step = "is this the server's folder? The first command with a key creates the ledger"
         raise CliError(f"There is no ledger at {path}.", why, next_step, type="no_ledger")
 
     async def session() -> T:
-        async with opened_ledger(where.url) as ledger:
+        async with opened_ledger(where.url, writes=writes) as ledger:
             return await work(ledger)
 
     return run(session())
 
 
-# --- the ledger -----------------------------------------------------------------------------------------------------
+# --- the ledger -----------------------------------------------------------------------------------
 
 _WHERE = click.argument("target", required=False, metavar="[TARGET]")
 _WORDS = click.argument("words", nargs=-1, metavar="[TARGET] METHOD KEY")
@@ -113,68 +154,146 @@ _CALLER = click.option("--caller", default="", help="Caller of the command. [def
 def ledger_command() -> None:
     """Look at the records of commands, and resolve unknown outcomes.
 
-    TARGET is a ledger's URL (sqlite:PATH, redis://..., postgresql://...), a file with an app, or by default the ledger
-    that wirecall.toml names. For an app in a file it is the ledger that `wirecall serve` would use here: that of
-    wirecall.toml, or else the app's own.
+    TARGET is a ledger's URL (sqlite:PATH, redis://..., postgresql://...), a file with an app, or by
+    default the ledger that wirecall.toml names. For an app in a file it is the ledger that
+    `wirecall serve` would use here: that of wirecall.toml, or else the app's own.
     """
 
 
 @ledger_command.command("list")
 @_WHERE
-@click.option("--state", type=click.Choice([state.value for state in State]), help="Only records in this state.")
-@click.option("--tasks", is_flag=True, help="Only commands that are tasks, with their ids and states.")
-@click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="Most records to list.")
-@click.option("--after", metavar="CURSOR", help="Continue after a page, with the cursor that it printed.")
+@click.option(
+    "--state",
+    type=click.Choice([state.value for state in State]),
+    help="Only records in this state.",
+)
+@click.option(
+    "--tasks", is_flag=True, help="Only commands that are tasks, with their ids and states."
+)
+@click.option("--method", help="Only records of this method; that of a tool is tools/call:NAME.")
+@click.option("--caller", help="Only records of this caller.")
+@click.option(
+    "--since", type=moment, metavar="TIME", help="Only those that began since: 1h, 7d, 2026-11-18."
+)
+@click.option("--until", type=moment, metavar="TIME", help="Only those that began before.")
+@click.option(
+    "--limit", type=click.IntRange(1), default=50, show_default=True, help="Most records to list."
+)
+@click.option(
+    "--after", metavar="CURSOR", help="Continue after a page, with the cursor that it printed."
+)
 @json_option
-def list_records(target: str | None, state: str | None, tasks: bool, limit: int, after: str | None, out: Printer) -> None:
-    """List records, in the order of their callers, methods and keys.
+def list_records(
+    target: str | None,
+    state: str | None,
+    tasks: bool,
+    method: str | None,
+    caller: str | None,
+    since: float | None,
+    until: float | None,
+    limit: int,
+    after: str | None,
+    out: Printer,
+) -> None:
+    """List records in the order of time, the newest first.
+
+    Params are shown for methods with record_params=True.
 
     \b
     wirecall ledger list sqlite:ledger.db --state unknown
+    wirecall ledger list sqlite:ledger.db --method charge --since 1h
     wirecall ledger list sqlite:ledger.db --tasks
     """
-    # A cursor is a record's id as one word: base64 of JSON, because its parts may contain any character.
-    place = None
-    if after:
-        try:
-            data = base64.urlsafe_b64decode(after + "=" * (-len(after) % 4))
-            place = RecordId(*msgspec.json.decode(data, type=tuple[str, str, str]))
-        except (binascii.Error, msgspec.DecodeError, ValueError):
-            raise CliError(f"{after!r} is not a cursor.", "", "give the cursor that the page before printed") from None
+    place = _place_of(after) if after else None
+    wanted = State(state) if state else None
+    only = Only(
+        method,
+        caller,
+        -math.inf if since is None else since,
+        math.inf if until is None else until,
+    )
 
-    async def look(ledger: Ledger) -> list[tuple[Record, JsonObject | None]]:
-        from wirecall.mcp.server.tasks import summary
-
-        page: list[tuple[Record, JsonObject | None]] = []
-        async for record in _records(ledger, State(state) if state else None, place):
-            task = await ledger.task_of(record.id) if tasks and record.id.method.startswith("tools/call:") else None
-            if task is not None or not tasks:
-                page.append((record, None if task is None else summary(task)))
-            if len(page) > limit:  # one record more than asked for: it shows whether a page follows
-                break
-        return page
+    async def look(ledger: Ledger) -> list[_Row]:
+        # One record more than asked for: it shows whether a page follows.
+        asked: dict[str, Any] = {"limit": limit + 1, "after": place, "only": only}
+        with Spinner(lambda: "Reading; an index makes it fast: wirecall ledger migrate"):
+            if tasks:
+                return [_row_of(task) for task in await ledger.list_tasks(wanted, **asked)]
+            return [(record, None) for record in await ledger.list(wanted, **asked)]
 
     page = _with(found(target), look)
     cursor = None
     if len(page) > limit:
         page = page[:limit]
-        last = page[-1][0].id
-        cursor = base64.urlsafe_b64encode(msgspec.json.encode(msgspec.structs.astuple(last))).decode().rstrip("=")
+        cursor = _cursor_of(page[-1][0])
+    documents = []
+    for record, task in page:
+        document = _document(record)
+        if task is not None:
+            document["task"] = task
+        documents.append(document)
+    out.result(documents, lambda: out.table(*_table_of(page, tasks)), next=cursor)
+    if out.as_json:
+        return
+    if cursor:
+        out.note(f"There are more: --after {cursor}")
+    unknown = [record for record, _ in page if record.standing is State.UNKNOWN]
+    if unknown:
+        next_step = resolving(target or "", unknown[0].id)
+        out.note(f"To resolve the first that is unknown, {next_step}", "unknown")
+
+
+# A record, and the task that it is, in short.
+_Row: TypeAlias = tuple[Record, JsonObject | None]
+
+
+def _place_of(cursor: str) -> Place:
+    """Return the place in time of a record from its cursor.
+
+    A cursor is one word: base64 of JSON, because the parts of a place may contain any character.
+    """
+    try:
+        data = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4))
+        at, *names = msgspec.json.decode(data, type=tuple[float, str, str, str])
+    except (binascii.Error, msgspec.DecodeError, ValueError):
+        next_step = "give the cursor that the page before printed"
+        raise CliError(f"{cursor!r} is not a cursor.", "", next_step) from None
+    return at, RecordId(*names)
+
+
+def _cursor_of(record: Record) -> str:
+    at, id = record.place
+    data = msgspec.json.encode([at, id.caller, id.method, id.key])
+    return base64.urlsafe_b64encode(data).decode().rstrip("=")
+
+
+def _row_of(task: Task) -> "_Row":
+    """Return the record of a task, and the task in short."""
+    from wirecall.mcp.server.task_state import summary
+
+    assert task.now is not None  # a list has only tasks with a record
+    return task.now, summary(task)
+
+
+def _table_of(page: list[_Row], tasks: bool) -> tuple[list[str], list[Sequence[str]]]:
+    """Return the columns and the rows of a table of records, or of tasks."""
+    columns = ["STATE", "METHOD", "KEY", "CALLER", "STARTED", "TRIES", "ANSWER"]
     if tasks:
         columns = ["STATUS", "METHOD", "KEY", "CALLER", "STARTED", "TASK"]
-    else:
-        columns = ["STATE", "METHOD", "KEY", "CALLER", "STARTED", "TRIES", "ANSWER"]
-    rows: list[tuple[str, ...]] = []
+    has_params = any(record.params is not None for record, _ in page)
+    if has_params:
+        columns.append("PARAMS")
+    rows: list[Sequence[str]] = []
     for record, task in page:
-        row = (record.id.method, record.id.key, record.id.caller, _time(record.started_at))
+        names = [record.id.method, record.id.key, record.id.caller, _time(record.started_at)]
         if task is not None:
-            rows.append((task["status"], *row, task["id"]))
+            row = [task["status"], *names, task["id"]]
         else:
-            rows.append((record.state.value, *row, str(record.attempts), record.delivery or "-"))
-    documents = [_document(record) | ({} if task is None else {"task": task}) for record, task in page]
-    out.result(documents, lambda: out.table(columns, rows), next=cursor)
-    if cursor and not out.as_json:
-        out.note(f"There are more: --after {cursor}")
+            row = [record.standing.value, *names, str(record.attempts), record.delivery or "-"]
+        if has_params:
+            row.append(_in_short(record.params))
+        rows.append(row)
+    return columns, rows
 
 
 @ledger_command.command("show")
@@ -194,20 +313,30 @@ def show_record(words: tuple[str, ...], caller: str, out: Printer) -> None:
 
     record, task = _with(where, look)
     shown = _document(record)
-    shown |= {"lease_left": round(max(record.lease_left, 0.0), 1), "fence": record.fence, "params": record.fingerprint.hex()}
+    shown |= {"lease_left": round(max(record.lease_left, 0.0), 1), "fence": record.fence}
+    shown["fingerprint"] = record.fingerprint.hex()
     if record.outcome is not None:
         payload = record.outcome.payload
-        shown[record.outcome.kind] = "not kept" if payload is None else msgspec.json.decode(payload)
+        shown[record.outcome.kind] = "not kept"
+        if payload is not None:
+            shown[record.outcome.kind] = msgspec.json.decode(payload)
         shown["digest"] = record.outcome.digest.hex()
     if task is not None:
-        from wirecall.mcp.server.tasks import summary
+        from wirecall.mcp.server.task_state import summary
 
         shown["task"] = summary(task)
-    lines = []
-    for name, value in shown.items():
-        text = "-" if value in (None, "") else value if isinstance(value, str) else msgspec.json.encode(value).decode()
-        lines.append(f"{name:<12} {escaped(text)}")  # on one line, so that a caller's name cannot forge another
+    # Each on one line, so that a caller's name cannot forge another.
+    lines = [f"{name:<12} {escaped(_shown(value))}" for name, value in shown.items()]
     out.result(shown, "\n".join(lines))
+
+
+def _shown(value: object) -> str:
+    """Return a member of a record for people."""
+    if value in (None, ""):
+        return "-"
+    if isinstance(value, str):
+        return value
+    return msgspec.json.encode(value).decode()
 
 
 @ledger_command.command("stats")
@@ -215,18 +344,85 @@ def show_record(words: tuple[str, ...], caller: str, out: Printer) -> None:
 @json_option
 def count_records(target: str | None, out: Printer) -> None:
     """Count the records in each state."""
-    counts = _with(found(target), lambda ledger: ledger.counts())
+
+    async def count(ledger: Ledger) -> dict[State, int]:
+        with Spinner(lambda: "Counting"):
+            return await ledger.counts()
+
+    counts = _with(found(target), count)
     numbers = {state.value: counts.get(state, 0) for state in State}
-    out.result(numbers, lambda: out.table(["STATE", "RECORDS"], [(name, str(count)) for name, count in numbers.items()]))
+    rows = [(name, str(count)) for name, count in numbers.items()]
+    out.result(numbers, lambda: out.table(["STATE", "RECORDS"], rows))
     if numbers["unknown"] and not out.as_json:
-        out.note("Some outcomes are unknown: wirecall ledger list --state unknown, then wirecall ledger resolve", "unknown")
+        words = ["wirecall", "ledger", "list", *filter(None, [target]), "--state", "unknown"]
+        out.note(
+            f"Some outcomes are unknown. To see them, and how to resolve them: {shlex.join(words)}",
+            "unknown",
+        )
+
+
+@ledger_command.command("migrate", short_help="Bring the tables up to date.")
+@_WHERE
+@click.option(
+    "--check", is_flag=True, help="Change nothing. Exit code 9 if there is something to migrate."
+)
+@click.option("--dry-run", is_flag=True, help="Change nothing. Print what would be executed.")
+@json_option
+def migrate_tables(target: str | None, check: bool, dry_run: bool, out: Printer) -> Exit | None:
+    """Make the tables of a ledger, or bring them up to date.
+
+    Servers of the version before continue to work, so migrate first and then replace the servers
+    one by one. In production a server does not migrate the tables: it refuses to start.
+
+    \b
+    wirecall ledger migrate postgresql://owner@db/shop --check
+    wirecall ledger migrate postgresql://owner@db/shop
+    """
+    where = found(target)
+    _check_durable(where)
+    with reaching(where.url):
+        schema = run(schema_of(where.url))
+        if schema.is_too_new:
+            schema.check("read")
+        if schema.is_behind and not check and not dry_run:
+            run(_migrate(where.url))
+    return _show_schema(schema, check, dry_run, out)
+
+
+async def _migrate(url: str) -> None:
+    with Spinner(lambda: "Migrating; a large ledger takes minutes"):
+        ledger = await open_ledger(url, "update")
+        await ledger.aclose()
+
+
+def _show_schema(schema: Schema, check: bool, dry_run: bool, out: Printer) -> Exit | None:
+    """Print what was migrated, or would be; return the exit code of `--check`."""
+    is_changed = schema.is_behind and not check and not dry_run
+    facts: JsonObject = {"from": schema.found, "to": schema.known, "migrated": is_changed}
+    if not schema.is_behind:
+        facts["to"] = schema.found
+    lines = [f"The tables have version {schema.found}: there is nothing to migrate"]
+    if schema.is_behind:
+        verb = "were brought" if is_changed else "would be brought"
+        lines = [f"The tables {verb} from version {schema.found} to {schema.known}"]
+    if dry_run:
+        facts["steps"] = list(schema.steps)
+        lines += schema.steps
+    out.result(facts, "\n".join(lines))
+    if check and schema.is_behind:
+        return Exit.FOUND
+    return None
 
 
 @ledger_command.command("sweep", short_help="Do the housekeeping that is due.")
 @_WHERE
 @json_option
 def sweep_records(target: str | None, out: Printer) -> None:
-    """Do the housekeeping that is due: drop expired records, and mark commands whose lease has ended as unknown."""
+    """Do the housekeeping that is due.
+
+    It drops expired records, and marks commands whose lease ended a minute ago, or longer, as
+    unknown.
+    """
 
     async def sweep(ledger: Ledger) -> int:
         with progress(None, "Sweeping") as advance:
@@ -236,22 +432,30 @@ def sweep_records(target: str | None, out: Printer) -> None:
                 advance(count)
         return changed
 
-    changed = _with(found(target), sweep)
+    changed = _with(found(target), sweep, writes=True)
     out.result({"changed": changed}, f"{count_of(changed, 'record')} changed")
 
 
 @ledger_command.command("resolve", short_help="Resolve a command whose outcome is unknown.")
 @_WORDS
 @_CALLER
-@click.option("--done", is_flag=True, help="It took effect: retries get --result.")
+@click.option(
+    "--done", is_flag=True, help="It took effect: retries get --result, which must be given."
+)
 @click.option("--not-done", is_flag=True, help="It did not: the next call with this key runs.")
 @click.option(
-    "--result", metavar="JSON", help="With --done: the result that the command would have returned. [default: null]"
+    "--result", metavar="JSON", help="With --done: the result that the command returned, or null."
 )
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @json_option
 def resolve_record(
-    words: tuple[str, ...], caller: str, done: bool, not_done: bool, result: str | None, yes: bool, out: Printer
+    words: tuple[str, ...],
+    caller: str,
+    done: bool,
+    not_done: bool,
+    result: str | None,
+    yes: bool,
+    out: Printer,
 ) -> None:
     """Resolve a command whose outcome is unknown, after you have found it out.
 
@@ -261,63 +465,157 @@ def resolve_record(
     """
     where, id = _named(words, caller)
     if done == not_done:
-        why = "only you can tell" if not done else "it cannot be both done and not done"
+        why = "it cannot be both done and not done"
+        if not done:
+            why = "only you can tell"
         raise CliError("What did you find out?", why, "--done --result JSON, or --not-done")
     if not done and result is not None:
         raise CliError(
-            "A command that was not done has no result.", "--result is for --done", "drop --result, or give --done"
+            "A command that was not done has no result.",
+            "--result is for --done",
+            "drop --result, or give --done",
         )
-    outcome = _outcome(where, id, result) if done else None
-    # Mistakes are found before the question, so that a yes is about something that can be done.
+    outcome = None
+    effect = "The next call with this key will run"
+    if done:
+        outcome = _outcome(where, id, result)
+        effect = "Retries will get this result"
+    # Mistakes are found before the question, so that the user confirms only what is possible.
     record = _with(where, lambda ledger: _get(ledger, id))
-    if record.state is not State.UNKNOWN:
-        nexts = {
-            State.RUNNING: "wait until its lease ends, then: wirecall ledger sweep",
-            State.WAITING: "it waits for an answer of its caller, which may still come",
-        }
-        next_step = nexts.get(record.state, "wirecall ledger show prints how it ended")
-        raise CliError(f"{id} is not unknown.", f"it is {record.state.value}", next_step, type="not_unknown")
-    effect = "Retries will get this result" if outcome else "The next call with this key will run"
+    if record.standing is not State.UNKNOWN:
+        raise CliError(
+            f"{id} is not unknown.",
+            f"it is {record.state.value}",
+            _not_yet(record),
+            type="not_unknown",
+        )
     question = f"{id} began {_time(record.started_at)}. {effect}. Is this what you found out?"
     if not yes and ask(question) is False:
         raise Interrupted("nothing was changed", "find out, then try again")
-    if not _with(where, lambda ledger: ledger.resolve(id, outcome, where.retention(id.method))):
-        why = "another process resolved it meanwhile"
-        raise CliError(f"{id} is not unknown any more.", why, "wirecall ledger show prints its outcome")
-    state = "done" if outcome else "absent"
-    text = "is done: retries get its result" if outcome else "was not done: the next call with this key runs"
+    retention = where.retention(id.method)
+    if not _with(where, lambda ledger: ledger.resolve(id, outcome, retention), writes=True):
+        why = "another process has resolved it"
+        raise CliError(
+            f"{id} is not unknown any more.", why, "wirecall ledger show prints its outcome"
+        )
+    state = "absent"
+    text = "was not done: the next call with this key runs"
+    if outcome:
+        state = "done"
+        text = "is done: retries get its result"
     out.result({**msgspec.structs.asdict(id), "state": state}, escaped(f"{id} {text}"))
+
+
+def resolving(target: str, id: RecordId) -> str:
+    """Return the lines that resolve a record, for a shell."""
+    words = ["wirecall", "ledger", "resolve", *filter(None, [target])]
+    if id.caller:
+        words.append(f"--caller={id.caller}")  # one word, since a name may begin with a dash
+    names = [id.method, id.key]
+    if any(name.startswith("-") for name in names):
+        names.insert(0, "--")
+    not_done = shlex.join([*words, "--not-done", *names])
+    done = shlex.join([*words, "--done", "--result", "JSON", *names])
+    return f"find out whether it took effect, then: {not_done}, or: {done}"
+
+
+def _not_yet(record: Record) -> str:
+    """Return the next step for a record that cannot be resolved."""
+    if record.state is State.RUNNING and record.lease_left > 0:
+        left = f"{record.lease_left:.0f} s"
+        return f"its lease ends in {left} unless its server renews it: try again then"
+    if record.state is State.RUNNING:
+        return (
+            "its process ended before the commit point, so nothing was done: "
+            "the next call with this key runs"
+        )
+    if record.state is State.WAITING:
+        return "it waits for an answer of its caller, which may still come"
+    return "wirecall ledger show prints how it ended"
+
+
+def _check_type(declared: Method | None, result: str) -> None:
+    """Refuse a result that callers of the method could not read.
+
+    An operator without a result says null.
+    """
+    if declared is None or result.strip() == "null":
+        return
+    returns = declared.signature.returns
+    if returns is Any:
+        return
+    try:
+        msgspec.json.decode(result, type=returns)
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        why = f"{declared.name} returns {_type_name(returns)}: {error}"
+        raise CliError(
+            "--result does not fit the method.", why, "give the result that it returned, or null"
+        ) from None
+    except TypeError:  # pydantic's types, and others that only their own library decodes
+        return
+
+
+def _type_name(returns: object) -> str:
+    if isinstance(returns, type) and not hasattr(returns, "__args__"):
+        return returns.__name__
+    return str(returns)
 
 
 def _outcome(where: Found, id: RecordId, result: str | None) -> Outcome:
     """Return the outcome to record for a result in JSON."""
-    from wirecall.commands.run import outcome_of
+    from wirecall.commands.outcome import outcome_of
     from wirecall.mcp.server.calls import call_result
 
+    declared = where.method(id.method)
+    if result is None:
+        expected = ""
+        if declared is not None:
+            expected = f" of type {_type_name(declared.signature.returns)}"
+        why = f"retries get it as the command's result for good; expected JSON{expected}, got none"
+        next_step = (
+            "--done --result JSON; if it returned nothing, or you do not know: --done --result null"
+        )
+        raise CliError("Which result did it return?", why, next_step)
     try:
-        value = msgspec.json.decode(result or "null")
+        value = msgspec.json.decode(result)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise CliError("--result is not JSON.", str(error), """--result '{"paid": 500}', --result '"text"'""") from None
+        raise CliError(
+            "--result is not JSON.", str(error), """--result '{"paid": 500}', --result '"text"'"""
+        ) from None
     is_wrapped = isinstance(value, dict) and isinstance(value.get("content"), list)
-    if id.method.startswith("tools/call:"):
+    is_tool = id.method.startswith("tools/call:")
+    if not (is_tool and is_wrapped):
+        _check_type(declared, result)
+    if is_tool:
         # The record of a tool holds the result of `tools/call`, with the value inside.
-        if (declared := where.method(id.method)) is not None:
+        if declared is not None:
             value = call_result(declared)(value)
         elif not is_wrapped:
-            text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-            value = {"resultType": "complete", "content": [{"type": "text", "text": text}], "structuredContent": value}
+            text = value
+            if not isinstance(value, str):
+                text = msgspec.json.encode(value).decode()
+            value = {
+                "resultType": "complete",
+                "content": [{"type": "text", "text": text}],
+                "structuredContent": value,
+            }
     return outcome_of("result", value, id)
 
 
-# --- records --------------------------------------------------------------------------------------------------------
+# --- records --------------------------------------------------------------------------------------
 
 
-async def _records(ledger: Ledger, state: State | None = None, after: RecordId | None = None) -> AsyncIterator[Record]:
-    """Yield the records in their order. They are read page by page: a ledger may have millions of them."""
+async def _records(
+    ledger: Ledger, state: State | None = None, after: Place | None = None
+) -> AsyncIterator[Record]:
+    """Yield the records in their order.
+
+    They are read page by page: a ledger may have millions of them.
+    """
     while page := await ledger.list(state, limit=PAGE, after=after):
         for record in page:
             yield record
-        after = page[-1].id
+        after = page[-1].place
 
 
 async def _get(ledger: Ledger, id: RecordId) -> Record:
@@ -327,13 +625,40 @@ async def _get(ledger: Ledger, id: RecordId) -> Record:
     others: list[RecordId] = []
     async for each in _records(ledger):
         others.append(each.id)
-        if len(others) == 2 * PAGE:  # enough to find a typing error
+        if len(others) == 2 * PAGE:  # enough to find a typo
             break
-    near = nearest(str(id), [str(each) for each in others])
-    callers = sorted({each.caller for each in others if (each.method, each.key) == (id.method, id.key)})
-    why = f"callers that have one: {', '.join(map(repr, callers))}" if callers else f"the nearest is {near}" if near else ""
-    next_step = f"--caller {callers[0]}" if callers else "wirecall ledger list shows the records"
-    raise CliError(f"There is no record {id}.", why, next_step, type="no_record")
+    # As an error of a server names it, in one string.
+    same = [_words(each) for each in others if str(each) == str(id)]
+    near = same[0] if same else nearest(_words(id), [_words(each) for each in others])
+    callers = sorted(
+        {each.caller for each in others if (each.method, each.key) == (id.method, id.key)}
+    )
+    why = ""
+    next_step = "wirecall ledger list shows the records"
+    if callers:
+        why = f"callers that have one: {', '.join(map(repr, callers))}"
+        next_step = f"--caller {shlex.quote(callers[0])}"
+    elif near:
+        why = f"the nearest is {near}"
+    raise CliError(f"There is no record {_words(id)}.", why, next_step, type="no_record")
+
+
+def _words(id: RecordId) -> str:
+    """Name a record as the command line does, so that its parts are distinct."""
+    words = [id.method, id.key]
+    if id.caller:
+        words += ["--caller", id.caller]
+    return shlex.join(words)
+
+
+def _in_short(params: bytes | None) -> str:
+    """Return the params of a record for a table."""
+    if params is None:
+        return "-"
+    text = params.decode(errors="replace")
+    if len(text) <= PARAMS_SHOWN:
+        return text
+    return f"{text[: PARAMS_SHOWN - 3]}..."
 
 
 def _named(words: tuple[str, ...], caller: str) -> tuple[Found, RecordId]:
@@ -348,147 +673,23 @@ def _named(words: tuple[str, ...], caller: str) -> tuple[Found, RecordId]:
 
 
 def _document(record: Record) -> JsonObject:
-    return {
+    completed = None
+    if record.completed_at is not None:
+        completed = _time(record.completed_at)
+    document = {
         **msgspec.structs.asdict(record.id),
-        "state": record.state.value,
+        "state": record.standing.value,
         "attempts": record.attempts,
         "committed": record.committed,
         "started": _time(record.started_at),
-        "completed": None if record.completed_at is None else _time(record.completed_at),
-        "delivery": record.delivery,  # of the answer to a call without a key
+        "completed": completed,
+        # Whether the answer to a call without a key arrived.
+        "delivery": record.delivery,
     }
+    if record.params is not None:
+        document["params"] = msgspec.json.decode(record.params)
+    return document
 
 
 def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(" ", "seconds")
-
-
-# --- the audit trail ------------------------------------------------------------------------------------------------
-
-POLL = 0.2  # seconds between two looks at a file that is followed
-BLOCK = 65_536
-_TRAIL = click.argument("file", required=False, metavar="[FILE]")
-
-
-@click.group("audit")
-def audit_command() -> None:
-    """Look at the audit trail, and verify it.
-
-    FILE is the trail; by default, the one that wirecall.toml names.
-    """
-
-
-@audit_command.command("verify")
-@_TRAIL
-@json_option
-def verify_file(file: str | None, out: Printer) -> Exit | None:
-    """Check every link of the chain, and list the lines where it breaks. Exit code 9 if it does.
-
-    Keep the hash of the last line elsewhere too: with write access to the whole file the whole chain can be forged.
-    """
-    path = _trail(file)
-    with path.open("rb") as opened, progress(path.stat().st_size, "Verifying") as advance:
-
-        def lines() -> Iterator[bytes]:
-            seen = 0
-            for line in opened:
-                seen += len(line)
-                if seen > BLOCK:  # to move the bar for every line would take longer than to verify it
-                    advance(seen)
-                    seen = 0
-                yield line
-
-        report = verify_lines(lines())
-    problems = [{"line": line, "what": what} for line, what in report.problems]
-
-    def show() -> None:
-        for line, what in report.problems:
-            click.echo(f"{path}:{line}: {what}")
-        if report.problems:
-            counts = f"{count_of(len(problems), 'problem')} in {count_of(report.lines, 'line')}"
-            out.note(f"The chain breaks at line {report.problems[0][0]}: {counts}", "failed")
-        else:
-            click.echo(f"{path}: {count_of(report.lines, 'line')}, last hash {report.last}")
-            out.note("The chain is intact.", "ok")
-
-    out.result({"file": str(path), "lines": report.lines, "last": report.last, "problems": problems}, show)
-    return Exit.FOUND if problems else None
-
-
-@audit_command.command("tail")
-@_TRAIL
-@click.option("-n", "count", type=click.IntRange(0), default=20, show_default=True, help="Lines from the end.")
-@click.option("-f", "--follow", is_flag=True, help="Continue with new lines as they are written, until Ctrl-C.")
-@json_option
-def tail_file(file: str | None, count: int, follow: bool, out: Printer) -> None:
-    """Print the last entries. With --follow and --json, one document per line."""
-    path = _trail(file)
-    opened: BinaryIO
-    with path.open("rb") as opened:
-        # The last lines, read from the end in blocks.
-        position = end = opened.seek(0, os.SEEK_END)
-        data = b""
-        while position and data.count(b"\n") <= count:
-            step = min(BLOCK, position)
-            position -= step
-            opened.seek(position)
-            data = opened.read(step) + data
-        opened.seek(end)
-        lines = data.splitlines()[-count:] if count else []
-        if out.as_json and not follow:
-            out.result([_entry_of(line) for line in lines])
-            return
-        _print_entries(lines, out)
-        rest = b""
-        while follow:
-            rest += opened.read()
-            *lines, rest = rest.split(b"\n")
-            _print_entries(lines, out)
-            if not lines:
-                time.sleep(POLL)
-                # A trail that was rotated continues in a new file of the same name.
-                if path.exists() and path.stat().st_ino != os.fstat(opened.fileno()).st_ino:
-                    opened = path.open("rb")
-
-
-def _entry_of(line: bytes) -> JsonObject:
-    try:
-        entry = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        entry = None
-    is_entry = isinstance(entry, dict) and type(entry.get("time")) in (int, float) and isinstance(entry.get("method"), str)
-    return entry if is_entry else {"unreadable": line.decode("utf-8", "replace")}
-
-
-def _print_entries(lines: list[bytes], out: Printer) -> None:
-    for entry in (_entry_of(line) for line in lines if line.strip()):
-        if out.as_json:
-            print_json(entry)
-        elif "unreadable" in entry:
-            click.echo(f"? not a line of an audit trail: {escaped(entry['unreadable'])[:60]}")
-        else:
-            when = datetime.fromtimestamp(float(entry.get("time", 0)), UTC).isoformat(" ", "milliseconds")
-            outcome = str(entry.get("outcome"))
-            if entry.get("replayed") and outcome != "undelivered":
-                outcome = "recognised" if entry.get("recognised") else "replayed"
-            code = f" {entry['code']}" if entry.get("code") is not None else ""
-            names = "  ".join(escaped(str(entry.get(name) or "-")) for name in ("method", "key", "caller"))
-            click.echo(f"{when}  {escaped(outcome + code):<12} {names}  {escaped(str(entry.get('duration_ms')))} ms")
-
-
-def _trail(file: str | None) -> Path:
-    """Return the path of a trail that exists and can be read."""
-    if file is None:
-        file = load_config().get("audit.file")
-        if file is None:
-            why = "neither the command line nor wirecall.toml names one"
-            raise CliError("Which audit trail?", why, "wirecall audit ... audit.jsonl")
-    path = Path(file.removeprefix("file:"))
-    if path.is_dir():
-        raise CliError(f"{path} is a folder.", "an audit trail is a file", "name the file: audit.jsonl", type="no_trail")
-    if not path.is_file():
-        next_step = "is this the server's folder? The first command creates the trail"
-        raise CliError(f"There is no audit trail {path}.", f"looked in {Path.cwd()}", next_step, type="no_trail")
-    if not os.access(path, os.R_OK):
-        raise CliError(f"{path} cannot be read.", "Permission denied", "ask its owner, or the server's", type="no_trail")
-    return path

@@ -1,8 +1,8 @@
-"""`wirecall probe`: the protocols a server speaks, the rules it breaks, and the consequences for its clients.
+"""`wirecall probe`: which protocols a server speaks, and which rules it breaks.
 
-A `Prober` holds one conversation (`Talk`) per revision and one in plain JSON-RPC, each on a wire of its own. A wire sends a
-message and returns a `Reply`: every JSON document that came for it, in order, and every text that is not JSON. It does not
-judge them; a `Talk` does.
+A `Prober` holds one conversation (`Talk`) per revision and one in plain JSON-RPC, each on its own
+wire. A wire sends a message and returns a `Reply`: every JSON document that came for it, in order,
+and all output that is not JSON. It does not judge them; a `Talk` does.
 """
 
 import asyncio
@@ -11,7 +11,8 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import redirect_stdout
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeAlias
+from urllib.parse import urlsplit
 
 import click
 import msgspec
@@ -20,10 +21,25 @@ from msgspec import Struct, field
 from wirecall.app import App
 from wirecall.auth.discovery import Network, asked, find_issuer, is_resource_of, resource_places
 from wirecall.cli.failures import CliError, Exit, Unreachable, no_such
-from wirecall.cli.targets import Target, TargetCommand, Way, http_client, target_argument, way_options
-from wirecall.cli.terminal import Printer, count_of, json_option, progress, run
+from wirecall.cli.targets import (
+    Target,
+    TargetCommand,
+    Way,
+    http_client,
+    target_argument,
+    way_options,
+)
+from wirecall.cli.terminal import Advance, Printer, count_of, json_option, progress, run
 from wirecall.client.links import MemoryPipe
-from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotAuthorized, NotSent, Refused, TimedOut
+from wirecall.errors import (
+    BadAnswer,
+    CallFailed,
+    ConnectionLost,
+    NotAuthorized,
+    NotSent,
+    Refused,
+    TimedOut,
+)
 from wirecall.mcp.headers import VERSION, repeated
 from wirecall.mcp.revisions import REVISIONS, Revision
 from wirecall.mcp.types import KEYS_CAPABILITY, PREFIX
@@ -32,26 +48,44 @@ from wirecall.transports.child import Child
 from wirecall.transports.http_client import HttpClient
 from wirecall.version import __version__
 
-JSON, EVENTS = "application/json", "text/event-stream"
+Weight: TypeAlias = Literal["error", "warning"]
+
+JSON = "application/json"
+EVENTS = "text/event-stream"
+ANSWER_TYPES = (JSON, EVENTS, "application/json-rpc", "application/jsonrequest")
 SESSION = "mcp-session-id"
 ME = {"name": "wirecall probe", "version": __version__}
-UNKNOWN = "wirecall.probe/unknown"  # a method that no server has
-NO_METHOD, BAD_REQUEST, NO_JSON = -32601, -32600, -32700
-QUICK = 3.0  # seconds for the answer of a server that has answered, or was silent, before
-AGAIN = 1.0  # the same after it was silent in the same conversation
-SHOWN = 80  # characters of noise that are quoted
-NOISE = 5  # lines of noise that are kept
-ROOM = 16 << 20  # bytes of lines for one message; everything beyond them is dropped
-COST = 200  # bytes that a line takes besides its own
+# A method that no server has.
+UNKNOWN = "wirecall.probe/unknown"
+NO_METHOD = -32601
+BAD_REQUEST = -32600
+NO_JSON = -32700
+# Seconds for an answer after the server has answered, or was silent.
+QUICK = 3.0
+# The same after it was silent in the same conversation.
+AGAIN = 1.0
+# Characters of noise that are quoted.
+SHOWN = 80
+# Lines of noise that are kept.
+NOISE = 5
+# Bytes of lines for one message; more are dropped.
+ROOM = 16 << 20
+# Bytes of memory that a line takes besides its content.
+COST = 200
 _BARRED = (401, 403, 407)
 _LISTS = {"tools": "tools/list", "prompts": "prompts/list", "resources": "resources/list"}
 
 
 class BrokenRule(Struct, frozen=True):
-    """A rule that the server breaks, and the conversations in which it does."""
+    """A rule that the server breaks, and the conversations in which it does.
+
+    A warning is about a rule that clients do not rely on. It does not fail a check, unless that is
+    `--strict`.
+    """
 
     where: list[str]
     what: str
+    weight: Weight = "error"
 
 
 class Plain(Struct):
@@ -59,21 +93,27 @@ class Plain(Struct):
 
     spoken: bool = False
     arrays: bool = False
-    methods: int | None = None  # by rpc.discover
+    # The number of methods that rpc.discover lists.
+    methods: int | None = None
 
 
 class Protection(Struct):
     """The findings about authorization: where clients get tokens."""
 
-    metadata: str  # the address of the protected resource metadata (RFC 9728)
+    # The address of the protected resource metadata (RFC 9728).
+    metadata: str
     resource: str = ""
     servers: list[str] = []
     scopes: list[str] = []
     problems: list[str] = []
 
-    def told(self) -> str:
-        scopes = f", scopes {' '.join(self.scopes)}" if self.scopes else ""
-        return f"tokens of {', '.join(self.servers) or 'no authorization server'} for {self.resource or 'nothing'}{scopes}"
+    def summary(self) -> str:
+        """Return the findings for people."""
+        servers = ", ".join(self.servers) or "no authorization server"
+        text = f"tokens of {servers} for {self.resource or 'nothing'}"
+        if self.scopes:
+            text += f", scopes {' '.join(self.scopes)}"
+        return text
 
 
 class Seen(Struct):
@@ -81,11 +121,16 @@ class Seen(Struct):
 
     server: JsonObject = {}
     revisions: dict[str, bool] = {}
-    arrays: bool | None = None  # at 2025-03-26
+    # Whether it takes arrays at 2025-03-26.
+    arrays: bool | None = None
     jsonrpc: Plain = field(default_factory=Plain)
+    # JSON-RPC is spoken at the path /, although the address has none.
+    at_root: bool = False
     features: JsonObject = {}
-    keys: bool = False  # it honours idempotency keys
-    unannotated: int = 0  # tools that do not state their effects
+    # It honours idempotency keys.
+    keys: bool = False
+    # The number of tools that do not state their effects.
+    unannotated: int = 0
     latency_ms: float | None = None
     tokens: Protection | None = None
     problems: list[BrokenRule] = []
@@ -95,64 +140,93 @@ class Echo(BadAnswer):
     """The server sends every message back, and answers none."""
 
 
-# --- wires --------------------------------------------------------------------------------------------------------------
+# --- wires ----------------------------------------------------------------------------------------
 
 
 class Reply(Struct):
-    """Everything that came for one message."""
+    """Everything that the server sent for one message."""
 
     documents: list[Any] = []
     noise: list[str] = []
-    status: int | None = None  # of HTTP
+    # The status and the media type of HTTP.
+    status: int | None = None
     media: str = ""
-    headers: Mapping[str, str] = {}  # names in any case
-    is_silent: bool = False  # an answer was due and did not come in time
-    result: Any = None  # of the answer to a request, or None
+    # Names may be in any case.
+    headers: Mapping[str, str] = {}
+    # An answer was due and did not come in time.
+    is_silent: bool = False
+    # The result or the error of the answer to a request.
+    result: Any = None
     error: JsonObject | None = None
+    # The answer has the id of the request.
+    is_own: bool = False
 
     def answers(self) -> list[JsonObject]:
-        """Return the answers among the documents, which are answers themselves, or arrays of them."""
-        entries = [each for one in self.documents for each in (one if isinstance(one, list) else [one])]
+        """Return the answers in the documents, each of which is an answer or an array of them."""
+        entries = [each for document in self.documents for each in _entries(document)]
         return [entry for entry in entries if isinstance(entry, dict) and "method" not in entry]
 
     def take(self, text: bytes, ids: list[Any]) -> bool:
-        """Add a document, or noise; return whether an answer to one of these ids, or to none at all, is there now."""
+        """Add a document, or noise.
+
+        Returns whether it has an answer to one of these ids, or without an id.
+        """
         try:
             self.documents.append(msgspec.json.decode(text))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             if len(self.noise) < NOISE:
                 self.noise.append(text[:SHOWN].decode("utf-8", "replace"))
             return False
-        return any(answer.get("id") in [*ids, None] for answer in Reply(self.documents[-1:]).answers())
+        return any(
+            answer.get("id") in [*ids, None] for answer in Reply(self.documents[-1:]).answers()
+        )
+
+
+def _entries(document: Any) -> list[Any]:
+    """Return the entries of an array, or the one document."""
+    if isinstance(document, list):
+        return document
+    return [document]
 
 
 def ids_of(message: object) -> list[Any]:
     """Return the ids that answers are due for; [None] for bytes that are not JSON."""
     if isinstance(message, bytes):
         return [None]
-    entries = message if isinstance(message, list) else [message]
-    owed = [entry["id"] for entry in entries if isinstance(entry, dict) and "id" in entry]
-    return owed or ([None] if message == [] else [])
+    if message == []:
+        return [None]
+    entries = _entries(message)
+    return [entry["id"] for entry in entries if isinstance(entry, dict) and "id" in entry]
 
 
 class HttpWire:
-    """POSTs to one address: every message is on its own."""
+    """POSTs to one address: every message is separate."""
 
     is_http = True
     said = ""
 
     def __init__(self, http: HttpClient) -> None:
         self._http = http
-        self.open, self.aclose = http.open, http.aclose
+        self.open = http.open
+        self.aclose = http.aclose
 
     async def send(self, message: object, headers: Mapping[str, str], patience: float) -> Reply:
-        """Send a message (bytes unchanged) and return its reply. A server that cannot be reached raises `CallFailed`."""
+        """Send a message (bytes unchanged) and return its reply.
+
+        A server that cannot be reached raises `CallFailed`.
+        """
         body = message if isinstance(message, bytes) else encode(message)
         headers = {"Content-Type": JSON, "Accept": f"{JSON}, {EVENTS}", **headers}
-        reply, ids = Reply(), ids_of(message)
+        reply = Reply()
+        ids = ids_of(message)
         try:
-            async with asyncio.timeout(patience), self._http.request("POST", body, headers) as answer:
-                reply.status, reply.media, reply.headers = answer.status, answer.media, answer.headers
+            async with (
+                asyncio.timeout(patience),
+                self._http.request("POST", body, headers) as answer,
+            ):
+                reply.status = answer.status
+                reply.media = answer.media
+                reply.headers = answer.headers
                 if answer.media == EVENTS:
                     async for event in answer.events():
                         if event.data and reply.take(event.data.encode(), ids):
@@ -175,24 +249,30 @@ class LineWire:
         self._room = ROOM
 
     async def open(self) -> None:
-        def hear(line: bytes) -> None:
+        def receive(line: bytes) -> None:
             if self._room > 0:
                 self._room -= len(line) + COST
                 self._lines.put_nowait(line)
 
-        await self._pipe.open(hear, self._lines.put_nowait)
+        await self._pipe.open(receive, self._lines.put_nowait)
 
     async def aclose(self) -> None:
         await self._pipe.aclose()
 
     @property
     def said(self) -> str:
-        """The last text that the server printed on stderr, if it is known."""
-        return self._pipe.said if isinstance(self._pipe, Child) else ""
+        """The last line that the server printed on stderr, if it is known."""
+        if isinstance(self._pipe, Child):
+            return self._pipe.said
+        return ""
 
     async def send(self, message: object, headers: Mapping[str, str], patience: float) -> Reply:
-        """Send a message (bytes unchanged) and return its reply. A server that has ended raises `CallFailed`."""
-        reply, ids = Reply(), ids_of(message)
+        """Send a message (bytes unchanged) and return its reply.
+
+        A server that has ended raises `CallFailed`.
+        """
+        reply = Reply()
+        ids = ids_of(message)
         self._room = ROOM
         await self._pipe.write(message if isinstance(message, bytes) else encode(message))
         try:
@@ -200,7 +280,8 @@ class LineWire:
                 while ids:
                     line = await self._lines.get()
                     if isinstance(line, CallFailed):
-                        self._lines.put_nowait(line)  # the pipe is closed: the next message fails the same way
+                        # The pipe is closed: the next message fails the same way.
+                        self._lines.put_nowait(line)
                         raise line
                     # An echo is not an answer, but ends the wait.
                     if line.strip() and (reply.take(line, ids) or message in reply.documents[-1:]):
@@ -210,18 +291,23 @@ class LineWire:
         return reply
 
 
-# --- one conversation ---------------------------------------------------------------------------------------------------
+# --- one conversation -----------------------------------------------------------------------------
 
 
 class Talk:
     """Requests on one wire, and the rules for every answer."""
 
-    def __init__(self, wire: HttpWire | LineWire, where: str, problems: list[BrokenRule], patience: float) -> None:
+    def __init__(
+        self, wire: HttpWire | LineWire, where: str, problems: list[BrokenRule], patience: float
+    ) -> None:
         self.headers: dict[str, str] = {}
-        self.envelope: JsonObject = {}  # `_meta` of every request
-        self.repeats = ""  # the revision whose headers repeat the body
+        # The `_meta` of every request.
+        self.envelope: JsonObject = {}
+        # The revision whose headers repeat the body.
+        self.repeats = ""
         self.is_judged = True
-        self.first: float | None = None  # seconds to the first answer
+        # Seconds to the first answer.
+        self.first: float | None = None
         self.status: int | None = None
         self._wire = wire
         self._where = where
@@ -230,16 +316,20 @@ class Talk:
         self._number = 0
 
     @property
-    def is_unheard(self) -> bool:
-        """Whether nothing has come yet."""
+    def is_silent(self) -> bool:
+        """Whether the server has sent nothing yet."""
         return self.first is None and self.status is None
 
-    def must(self, fact: bool, what: str) -> bool:
+    def should(self, fact: bool, what: str) -> bool:
+        """Note a broken rule that clients do not rely on, once."""
+        return self.must(fact, what, "warning")
+
+    def must(self, fact: bool, what: str, weight: Weight = "error") -> bool:
         """Note a broken rule, once."""
         if not fact and self.is_judged:
             known = next((each for each in self._problems if each.what == what), None)
             if known is None:
-                self._problems.append(BrokenRule([self._where], what))
+                self._problems.append(BrokenRule([self._where], what, weight))
             elif self._where not in known.where:
                 known.where.append(self._where)
         return fact
@@ -248,36 +338,61 @@ class Talk:
         """Send a request, check its answer against the rules, and return it."""
         message = self._request(method, params)
         reply, found = await self._send(message)
-        own = [entry for entry in found if entry.get("id") == message["id"] and type(entry.get("id")) is int]
-        if not own:
-            # An answer without our id may refuse the whole message, with the id null, or by an HTTP status.
-            if found and found[0].get("id") is not None:
-                self.must(False, f"{method} is answered under the id {found[0].get('id')!r}, which is not the request's")
-            elif self._wire.is_http and reply.status == 200 and reply.noise:
-                raise BadAnswer(f"{method}: HTTP 200 with a body that is not JSON: {reply.noise[0]!r}")
-            reply.error = _dict(found[0].get("error")) or None if found else None
+        own = [
+            entry
+            for entry in found
+            if entry.get("id") == message["id"] and type(entry.get("id")) is int
+        ]
+        if own:
+            self._judge(method, reply, own)
             return reply
-        entry, error = own[0], _dict(own[0].get("error"))
+        # An answer without our id may refuse the whole message, with the id null, or by an HTTP
+        # status.
+        if found and found[0].get("id") is not None:
+            other = found[0]["id"]
+            what = f"{method} is answered under the id {other!r}, which is not the request's"
+            self.must(False, what)
+        elif self._wire.is_http and reply.status == 200 and reply.noise:
+            raise BadAnswer(f"{method}: HTTP 200 with a body that is not JSON: {reply.noise[0]!r}")
+        if found:
+            reply.error = _dict(found[0].get("error")) or None
+        return reply
+
+    def _judge(self, method: str, reply: Reply, own: list[JsonObject]) -> None:
+        """Check the answers with the id of a request, and put the first one into the reply."""
+        reply.is_own = True
+        entry = own[0]
+        error = _dict(entry.get("error"))
         self.must(len(own) == 1, f"{method} is answered {len(own)} times")
         self.must(entry.get("jsonrpc") == "2.0", f"the answer to {method} has no 'jsonrpc': '2.0'")
-        self.must(("result" in entry) != ("error" in entry), f"the answer to {method} has not one of result and error")
+        self.must(
+            ("result" in entry) != ("error" in entry),
+            f"the answer to {method} has not one of result and error",
+        )
         if "error" in entry:
             sound = type(error.get("code")) is int and isinstance(error.get("message"), str)
             self.must(sound, f"the error of {method} has no number 'code' and text 'message'")
         if self._wire.is_http and (reply.status or 0) < 400:
-            self.must(reply.media in (JSON, EVENTS), f"an answer has the type {reply.media!r}, not {JSON}")
-        reply.result, reply.error = entry.get("result"), error if isinstance(entry.get("error"), dict) else None
-        return reply
+            what = f"an answer has the type {reply.media!r}, not {JSON}"
+            self.must(reply.media in ANSWER_TYPES, what)
+        reply.result = entry.get("result")
+        if isinstance(entry.get("error"), dict):
+            reply.error = error
 
     async def tell(self, method: str) -> None:
         """Send a notification. It has no answer; over HTTP, its status is 202."""
         reply, _ = await self._send({"jsonrpc": "2.0", "method": method})
         if self._wire.is_http:
-            self.must(reply.status == 202, f"a notification is answered with HTTP {reply.status}, not 202")
-        self.must(not reply.documents or (reply.status or 0) >= 400, "a notification is answered with a message")
+            self.must(
+                reply.status == 202, f"a notification is answered with HTTP {reply.status}, not 202"
+            )
+        self.must(
+            not reply.documents or (reply.status or 0) >= 400,
+            "a notification is answered with a message",
+        )
 
     async def array(self, method: str) -> bool:
-        """Return whether two requests in an array are answered by their ids, in an array or a stream."""
+        """Return whether two requests in an array are answered, in an array or a stream."""
         message = [self._request(method), self._request(method)]
         _, found = await self._send(message)
         ids = [entry.get("id") for entry in found]
@@ -286,26 +401,37 @@ class Talk:
     async def raw(self, message: bytes) -> object:
         """Return the code of the error that answers these bytes."""
         _, found = await self._send(message)
-        return _dict(found[0].get("error")).get("code") if found else "nothing"
+        if not found:
+            return "nothing"
+        return _dict(found[0].get("error")).get("code")
 
     def _request(self, method: str, params: JsonObject | None = None) -> JsonObject:
         self._number += 1
-        whole = {**(params or {}), **({"_meta": self.envelope} if self.envelope else {})}
         message: JsonObject = {"jsonrpc": "2.0", "id": self._number, "method": method}
-        return {**message, "params": whole} if whole or params is not None else message
+        whole = {**(params or {})}
+        if self.envelope:
+            whole["_meta"] = self.envelope
+        if whole or params is not None:
+            message["params"] = whole
+        return message
 
     async def _send(self, message: object) -> tuple[Reply, list[JsonObject]]:
         """Send a message; return the reply, and the answers in it."""
         headers = self.headers
         if self.repeats and isinstance(message, dict):
-            headers = {**headers, **repeated(self.repeats, message["method"], message.get("params"), {})}
+            headers = {
+                **headers,
+                **repeated(self.repeats, message["method"], message.get("params"), {}),
+            }
         begun = time.perf_counter()
         reply = await self._wire.send(message, headers, self._patience)
         if reply.status in _BARRED:
             raise Refused(f"the server answered HTTP {reply.status}", status=reply.status)
-        # A notification may come back: a server can pass it on to all its clients.
+        # A notification may return: a server can pass it on to all its clients.
         if ids_of(message) and message in reply.documents:
-            what = message["method"] if isinstance(message, dict) else "a message"
+            what = "a message"
+            if isinstance(message, dict):
+                what = message["method"]
             raise Echo(f"the answer to {what} is the request itself")
         self.status = reply.status
         if reply.is_silent:
@@ -313,20 +439,26 @@ class Talk:
         elif self.first is None and ids_of(message):
             self.first = time.perf_counter() - begun
             self._patience = min(self._patience, QUICK)
-        for text in reply.noise if not self._wire.is_http else ():
-            self.must(False, f"it prints text that is not JSON-RPC to stdout: {text!r}")
+        if not self._wire.is_http:
+            for text in reply.noise:
+                self.must(False, f"it prints text that is not JSON-RPC to stdout: {text!r}")
         return reply, reply.answers()
 
 
 def _dict(value: object) -> JsonObject:
-    return value if isinstance(value, dict) else {}
+    if not isinstance(value, dict):
+        return {}
+    return value
 
 
-# --- all conversations -------------------------------------------------------------------------------------------------
+# --- all conversations ----------------------------------------------------------------------------
 
 
 class Prober:
-    """Asks one server. `app` is the target's app, if it is a file. The way's timeout is for the very first answer."""
+    """Asks one server.
+
+    `app` is the target's app, if it is a file. `Way.timeout` is for the first answer.
+    """
 
     def __init__(self, target: Target, way: Way, app: App | None) -> None:
         self._target = target
@@ -334,46 +466,76 @@ class Prober:
         self._app = app
         self._patience = way.timeout
         self._failures: list[tuple[str, CallFailed]] = []
-        self._status: int | None = None  # of HTTP, the last one
-        self._is_there = False  # it has sent something
-        self._is_given_up = False  # it has sent nothing, though it was asked more than once
-        self._said = ""  # its last text on stderr
+        # The last status of HTTP.
+        self._status: int | None = None
+        # The server has sent something.
+        self._is_there = False
+        # The server has sent nothing, though it was asked more than once.
+        self._is_given_up = False
+        # Its last line on stderr.
+        self._said = ""
         self.seen = Seen()
 
-    async def look(self, revisions: list[Revision], *, plain: bool, advance: Callable[[int], None]) -> Seen:
-        """Find out everything. The newest handshake comes first: every MCP server answers it, which shows its speed."""
+    async def look(self, revisions: list[Revision], *, plain: bool, advance: Advance) -> Seen:
+        """Find out everything.
+
+        The newest handshake is first: every MCP server answers it, and shows its speed.
+        """
         ordered = sorted(revisions, key=lambda each: each.name, reverse=True)
         for revision in sorted(ordered, key=lambda each: each.is_stateless):
+            advance(0, f"Asking in MCP {revision.name}")
             if not self._is_given_up:
                 await self._session("/mcp", revision.name, partial(self._mcp, revision))
             advance(1)
         if plain and (self._target.kind == "url" or not self._is_given_up):
+            advance(0, "Asking in JSON-RPC")
             await self._session("/rpc", "JSON-RPC", self._plain)
+            has_no_path = self._target.kind == "url" and not urlsplit(self._target.text).path
+            if has_no_path and self._is_there and not self._is_found:
+                # Of servers that have one endpoint.
+                await self._session("/", "JSON-RPC", self._plain)
+                self.seen.at_root = self.seen.jsonrpc.spoken
             advance(1)
         seen = self.seen
-        seen.revisions = {name: seen.revisions.get(name, False) for name in REVISIONS if REVISIONS[name] in revisions}
-        if not any(seen.revisions.values()) and not seen.jsonrpc.spoken:
-            if self._failures:
-                raise self._failures[0][1]
-            if not self._is_there:
-                said = f"; its last words: {self._said}" if self._said else ""
-                raise TimedOut(f"nothing came within {self._way.timeout:g} s{said}")
-            status = f"; a POST is answered with HTTP {self._status}" if self._status else ""
-            seen.problems.insert(0, BrokenRule(["all"], f"it speaks neither MCP nor JSON-RPC{status}"))
-        seen.problems += [BrokenRule([where], f"it breaks off: {error}") for where, error in self._failures]
+        seen.revisions = {
+            name: seen.revisions.get(name, False)
+            for name in REVISIONS
+            if REVISIONS[name] in revisions
+        }
+        if not self._is_found:
+            seen.problems.insert(0, self._not_found())
+        seen.problems += [
+            BrokenRule([where], f"it breaks off: {error}") for where, error in self._failures
+        ]
         return seen
 
-    async def _session(self, path: str, where: str, work: Callable[[Talk], Awaitable[None]]) -> None:
-        """Hold one conversation. A server that cannot be reached, or refuses this caller, ends the probe."""
-        wire: HttpWire | LineWire
-        if self._target.kind == "url":
-            wire = HttpWire(await http_client(self._target.address(path, keep_root=False), self._way.headers))
-        else:
-            wire = LineWire(
-                MemoryPipe(self._app._connect, self._app._enter, self._app._leave)
-                if self._app
-                else Child(self._target.command, stderr="keep")
-            )
+    def _not_found(self) -> BrokenRule:
+        """Return what a server does that speaks no protocol, or raise why that is not known."""
+        if self._failures:
+            raise self._failures[0][1]
+        if not self._is_there:
+            what = f"nothing came within {self._way.timeout:g} s"
+            if self._said:
+                what += f"; its last words: {self._said}"
+            raise TimedOut(what)
+        what = "it speaks neither MCP nor JSON-RPC"
+        if self._status:
+            what += f"; a POST is answered with HTTP {self._status}"
+        return BrokenRule(["all"], what)
+
+    @property
+    def _is_found(self) -> bool:
+        """Whether the server speaks one of the protocols."""
+        return any(self.seen.revisions.values()) or self.seen.jsonrpc.spoken
+
+    async def _session(
+        self, path: str, where: str, work: Callable[[Talk], Awaitable[None]]
+    ) -> None:
+        """Hold one conversation.
+
+        A server that cannot be reached, or refuses this caller, ends the probe.
+        """
+        wire = await self._wire(path)
         talk = Talk(wire, where, self.seen.problems, self._patience)
         try:
             await wire.open()
@@ -388,35 +550,54 @@ class Prober:
         finally:
             await wire.aclose()
             self._status = talk.status or self._status
-            self._is_there |= not talk.is_unheard or bool(self.seen.problems)
+            self._is_there |= not talk.is_silent or bool(self.seen.problems)
             self._said = wire.said
-            # Its first answer shows how slow it is; a server that is silent would cost the whole timeout each time.
+            # Its first answer shows how slow it is; a server that is silent would cost the whole
+            # timeout each time.
             self._patience = min(self._patience, max(QUICK, 4 * (talk.first or 0)))
 
-    # --- MCP ---------------------------------------------------------------------------------------------------------
+    async def _wire(self, path: str) -> HttpWire | LineWire:
+        """Return a wire to the server. `path` is that of the endpoint, if its address has none."""
+        if self._target.kind == "url":
+            return HttpWire(await http_client(self._target.address(path), self._way.headers))
+        if self._app is not None:
+            return LineWire(MemoryPipe(self._app._connect, self._app._enter, self._app._leave))
+        return LineWire(Child(self._target.command, stderr="keep"))
+
+    # --- MCP --------------------------------------------------------------------------------------
 
     async def _mcp(self, revision: Revision, talk: Talk) -> None:
-        capabilities = await (self._discovered if revision.is_stateless else self._initialized)(talk, revision)
+        opens = self._discovered if revision.is_stateless else self._initialized
+        capabilities = await opens(talk, revision)
         self.seen.revisions[revision.name] = capabilities is not None
         if capabilities is None:
-            # A server may ignore a handshake that it does not know. One that ignores an unknown method too is given up.
-            if talk.is_unheard and not self._is_there:
+            # A server may ignore a handshake that it does not know. If it also ignores an unknown
+            # method, the probe gives up.
+            if talk.is_silent and not self._is_there:
                 await talk.ask(UNKNOWN)
-                self._is_given_up = talk.is_unheard
+                self._is_given_up = talk.is_silent
             return
         if not revision.is_stateless:
             begun = time.perf_counter()
             answer = await talk.ask("ping")
             took = (time.perf_counter() - begun) * 1000
-            if talk.must(isinstance(answer.result, dict), "ping is not answered with an empty result"):
+            if talk.must(
+                isinstance(answer.result, dict), "ping is not answered with an empty result"
+            ):
                 self.seen.latency_ms = round(min(took, self.seen.latency_ms or took), 2)
         answer = await talk.ask(UNKNOWN)
-        talk.must(answer.error is not None, "a method that does not exist is not answered with an error")
+        talk.must(
+            answer.error is not None, "a method that does not exist is not answered with an error"
+        )
         if not self.seen.features:
             self.seen.features = await self._features(talk, capabilities)
-        if revision.has_arrays:  # 2025-03-26, base protocol: implementations must support receiving batches
+        # 2025-03-26, base protocol: implementations must support receiving batches.
+        if revision.has_arrays:
             self.seen.arrays = await talk.array("ping")
-            talk.must(self.seen.arrays, "an array of requests is not answered: 2025-03-26 obliges a server to take it")
+            talk.should(
+                self.seen.arrays,
+                "an array of requests is not answered: 2025-03-26 obliges a server to take it",
+            )
 
     async def _initialized(self, talk: Talk, revision: Revision) -> JsonObject | None:
         """Open a session; return the capabilities if the server agrees to the revision."""
@@ -425,13 +606,22 @@ class Prober:
         result = answer.result
         if not isinstance(result, dict):
             return None
-        for member, kind in (("protocolVersion", str), ("capabilities", dict), ("serverInfo", dict)):
-            talk.must(isinstance(result.get(member), kind), f"the result of initialize has no {member!r}")
+        for member, kind in (
+            ("protocolVersion", str),
+            ("capabilities", dict),
+            ("serverInfo", dict),
+        ):
+            talk.must(
+                isinstance(result.get(member), kind), f"the result of initialize has no {member!r}"
+            )
         self.seen.server = self.seen.server or _dict(result.get("serverInfo"))
         if result.get("protocolVersion") != revision.name:
             return None
-        session = {SESSION: answer.headers[SESSION]} if SESSION in answer.headers else {}
-        talk.headers = {**session, **({VERSION: revision.name} if revision.has("http version header") else {})}
+        talk.headers = {}
+        if SESSION in answer.headers:
+            talk.headers[SESSION] = answer.headers[SESSION]
+        if revision.has("http version header"):
+            talk.headers[VERSION] = revision.name
         await talk.tell("notifications/initialized")
         return _dict(result.get("capabilities"))
 
@@ -447,11 +637,18 @@ class Prober:
         if not isinstance(result, dict) or "supportedVersions" not in result:
             return None
         listed = result["supportedVersions"]
-        talk.must(isinstance(listed, list), "the result of server/discover has no list 'supportedVersions'")
+        talk.must(
+            isinstance(listed, list),
+            "the result of server/discover has no list 'supportedVersions'",
+        )
         talk.must("resultType" in result, "a result has no 'resultType'")
         meta = _dict(result.get("_meta"))
-        self.seen.server = self.seen.server or _dict(meta.get(f"{PREFIX}serverInfo") or result.get("serverInfo"))
-        return _dict(result.get("capabilities")) if isinstance(listed, list) and revision.name in listed else None
+        self.seen.server = self.seen.server or _dict(
+            meta.get(f"{PREFIX}serverInfo") or result.get("serverInfo")
+        )
+        if not isinstance(listed, list) or revision.name not in listed:
+            return None
+        return _dict(result.get("capabilities"))
 
     async def _features(self, talk: Talk, capabilities: JsonObject) -> JsonObject:
         """Return the declared features; for tools, prompts and resources, how many are listed."""
@@ -461,44 +658,61 @@ class Prober:
             if name not in capabilities:
                 continue
             entries = _dict((await talk.ask(method)).result).get(name)
-            if not talk.must(isinstance(entries, list), f"it declares {name}, and {method} gives no list"):
+            if not talk.must(
+                isinstance(entries, list), f"it declares {name}, and {method} gives no list"
+            ):
                 continue
             found[name] = len(entries or ())
+            member = "uri" if name == "resources" else "name"
             for entry in map(_dict, entries or ()):
-                called = entry.get("uri" if name == "resources" else "name")
-                talk.must(isinstance(called, str), f"an entry of {name} has no name: {str(entry)[:60]}")
+                called = entry.get(member)
+                talk.must(
+                    isinstance(called, str), f"an entry of {name} has no name: {str(entry)[:60]}"
+                )
                 if name == "tools":
                     is_object = _dict(entry.get("inputSchema")).get("type") == "object"
                     talk.must(is_object, f"the tool {called!r} has no inputSchema of type object")
                     self.seen.unannotated += not _dict(entry.get("annotations"))
         return found
 
-    # --- plain JSON-RPC ----------------------------------------------------------------------------------------------
+    # --- plain JSON-RPC ---------------------------------------------------------------------------
 
     async def _plain(self, talk: Talk) -> None:
         plain = self.seen.jsonrpc
         mcp_too = any(self.seen.revisions.values())
         talk.is_judged = False  # until it is clear that the server means to speak JSON-RPC
         answer = await talk.ask(UNKNOWN)
-        plain.spoken = (answer.error or {}).get("code") == NO_METHOD
+        code = (answer.error or {}).get("code")
+        # Servers refuse an unknown method with many codes. One of MCP refuses it too, and says
+        # nothing about plain JSON-RPC unless it names the method as the reason.
+        plain.spoken = code == NO_METHOD or (answer.is_own and type(code) is int and not mcp_too)
         methods = _dict((await talk.ask("rpc.discover")).result).get("methods")
         if isinstance(methods, list):
-            plain.spoken, plain.methods = True, len(methods)
+            plain.spoken = True
+            plain.methods = len(methods)
         if not plain.spoken:
             return
-        # A server of MCP answers JSON-RPC by its nature; that does not promise arrays, unless it lists methods too.
+        # Every MCP server answers JSON-RPC; that does not promise arrays, unless it lists methods
+        # too.
         talk.is_judged = plain.methods is not None or not mcp_too
+        talk.should(
+            code == NO_METHOD,
+            f"an unknown method is answered with the code {code}, not {NO_METHOD}",
+        )
         plain.arrays = await talk.array(UNKNOWN)
-        talk.must(plain.arrays, "an array of requests is not answered with an array (JSON-RPC 2.0, section 6)")
+        talk.must(
+            plain.arrays,
+            "an array of requests is not answered with an array (JSON-RPC 2.0, section 6)",
+        )
         for message, code, what in (
             (b"[]", BAD_REQUEST, "an empty array"),
             (b'{"jsonrpc"', NO_JSON, "text that is not JSON"),
         ):
             found = await talk.raw(message)
-            talk.must(found == code, f"{what} is answered with {found}, not {code}")
+            talk.should(found == code, f"{what} is answered with {found}, not {code}")
 
 
-# --- the verb -----------------------------------------------------------------------------------------------------------
+# --- the verb -------------------------------------------------------------------------------------
 
 # The next step for a target that may be the wrong one.
 _WHICH = {
@@ -510,12 +724,14 @@ _WHICH = {
 
 @click.command("probe", cls=TargetCommand)
 @target_argument
+@click.option("--strict", is_flag=True, help="Exit code 9 for warnings, too.")
 @way_options
 @json_option
-def probe_command(target: Target, way: Way, out: Printer) -> Exit | None:
+def probe_command(target: Target, strict: bool, way: Way, out: Printer) -> Exit | None:
     """Find out which protocols TARGET speaks: revisions of MCP, arrays, plain JSON-RPC, features.
 
-    Exit code 9 if it breaks a rule. No method is called and no resource is read. --as and --revision probe only one
+    Exit code 9 if it breaks a rule that clients rely on; a rule that they do not rely on is a
+    warning. No method is called and no resource is read. --as and --revision probe only one
     protocol, or one revision.
 
     \b
@@ -525,11 +741,14 @@ def probe_command(target: Target, way: Way, out: Printer) -> Exit | None:
     seen = run(_probe(target, way))
     found = {"target": target.text, **msgspec.to_builtins(seen), "advice": advice(seen)}
     out.result(found, lambda: _show(out, seen))
-    return Exit.FOUND if seen.problems else None
+    has_failed = any(strict or problem.weight == "error" for problem in seen.problems)
+    if has_failed:
+        return Exit.FOUND
+    return None
 
 
 async def _tokens(url: str) -> Protection | None:
-    """Return what a server publishes about its authorization, or None. No credentials are sent."""
+    """Return a server's published authorization metadata, or None. No credentials are sent."""
     wire = HttpWire(HttpClient(url))
     await wire.open()
     try:
@@ -543,84 +762,129 @@ async def _tokens(url: str) -> Protection | None:
         try:
             answer = await network.get(place, "its metadata")
         except NotAuthorized as error:
-            return Protection(place, problems=[str(error)]) if named else None
+            return _broken(place, named, str(error))
         if answer.status != 200:
             continue
         # The rules that clients rely on.
         document = answer.document(dict)
         if document is None:
-            return Protection(place, problems=[f"{place}: expected a JSON object"]) if named else None
-        found = Protection(place, str(document.get("resource", "")))
-        for name, texts in (("authorization_servers", found.servers), ("scopes_supported", found.scopes)):
-            listed = document.get(name) or []
-            if isinstance(listed, list):
-                texts.extend(each for each in listed if isinstance(each, str))
-            else:
-                found.problems.append(f"its metadata: {name}: expected a list, got {type(listed).__name__}")
-        if not is_resource_of(found.resource, url):
-            found.problems.append(f"its metadata describes {found.resource!r}, so clients refuse it for {url}")
-        if not found.servers:
-            found.problems.append("its metadata does not name an authorization server")
-        for issuer in found.servers[:3]:
-            try:
-                metadata = await find_issuer(network, issuer)
-            except NotAuthorized as error:
-                found.problems.append(str(error))
-                continue
-            if "S256" not in (metadata.code_challenge_methods_supported or ()):
-                found.problems.append(f"{issuer} does not offer PKCE with S256, and MCP clients refuse it")
-        return found
-    return Protection(named, problems=["its challenge names metadata that does not exist"]) if named else None
+            return _broken(place, named, f"{place}: expected a JSON object")
+        return await _protection(network, place, document, url)
+    if named is None:
+        return None
+    return Protection(named, problems=["its challenge names metadata that does not exist"])
+
+
+def _broken(place: str, named: str | None, problem: str) -> Protection | None:
+    """Return metadata that cannot be read; None if no challenge names it."""
+    if named is None:
+        return None
+    return Protection(place, problems=[problem])
+
+
+async def _protection(network: Network, place: str, document: JsonObject, url: str) -> Protection:
+    """Return the findings about the metadata of a protected resource."""
+    found = Protection(place, str(document.get("resource", "")))
+    for name, texts in (
+        ("authorization_servers", found.servers),
+        ("scopes_supported", found.scopes),
+    ):
+        listed = document.get(name) or []
+        if isinstance(listed, list):
+            texts.extend(each for each in listed if isinstance(each, str))
+        else:
+            got = type(listed).__name__
+            found.problems.append(f"its metadata: {name}: expected a list, got {got}")
+    if not is_resource_of(found.resource, url):
+        found.problems.append(
+            f"its metadata describes {found.resource!r}, so clients refuse it for {url}"
+        )
+    if not found.servers:
+        found.problems.append("its metadata does not name an authorization server")
+    for issuer in found.servers[:3]:
+        try:
+            metadata = await find_issuer(network, issuer)
+        except NotAuthorized as error:
+            found.problems.append(str(error))
+            continue
+        if "S256" not in (metadata.code_challenge_methods_supported or ()):
+            found.problems.append(
+                f"{issuer} does not offer PKCE with S256, and MCP clients refuse it"
+            )
+    return found
 
 
 async def _probe(target: Target, way: Way) -> Seen:
-    # 1. The revisions to ask for.
-    revisions = [] if way.protocol == "jsonrpc" else list(REVISIONS.values())
-    if way.revision is not None and way.revision not in REVISIONS:
-        raise no_such("revision", way.revision, list(REVISIONS), "--revision 2025-11-25")
-    if way.revision is not None:
-        revisions = [REVISIONS[way.revision]]
+    revisions = _revisions(way)
     plain = way.protocol != "mcp" and way.revision is None
-
-    # 2. The questions. Handlers in this process may print.
     app = target.app() if target.kind == "file" else None
-
     try:
+        # Handlers in this process may print.
         with redirect_stdout(sys.stderr), progress(len(revisions) + plain, "Asking") as advance:
             seen = await Prober(target, way, app).look(revisions, plain=plain, advance=advance)
             if target.kind == "url" and any(seen.revisions.values()):
-                seen.tokens = await _tokens(target.address("/mcp", keep_root=False))
-                broken = seen.tokens.problems if seen.tokens is not None else ()
-                seen.problems += [BrokenRule(["authorization"], each) for each in broken]
+                seen.tokens = await _tokens(target.address("/mcp"))
+                if seen.tokens is not None:
+                    broken = seen.tokens.problems
+                    seen.problems += [BrokenRule(["authorization"], each) for each in broken]
             return seen
-
-    # 3. A server that cannot be probed.
     except Refused as error:
-        url = target.address("/mcp", keep_root=False)
-        found = await _tokens(url) if error.status == 401 else None
-        if found is None:
+        failure = await _barred(target, error)
+        if failure is None:
             raise
-        why = "; ".join([found.told(), f"metadata at {found.metadata}", *found.problems])
-        next_step = f"wirecall login {url}, or --header 'Authorization: Bearer ...'"
-        raise CliError("The server asks for a token.", why, next_step, exit=Exit.AUTH, type="unauthorized") from None
+        raise failure from None
     except (ConnectionLost, NotSent, TimedOut) as error:
-        is_command, is_unstarted = target.kind == "command", isinstance(error, NotSent)
-        if is_unstarted and not is_command:
+        if isinstance(error, NotSent) and target.kind != "command":
             raise
-        what = "The server ended before it answered."
-        next_step = "run the command by itself to see more" if is_command else "check the server's log"
-        if is_unstarted and isinstance(error.__cause__, OSError):
-            what = "The server process did not start."
-        elif isinstance(error, TimedOut):
-            what, next_step = "The server does not answer.", f"{_WHICH[target.kind]}; --timeout if it is slow"
-        raise Unreachable(what, error, next_step) from None
+        raise _unreachable(target, error) from None
     except BadAnswer as error:
         what = "The server speaks neither MCP nor JSON-RPC."
-        what = "The server sends every message back." if isinstance(error, Echo) else what
-        raise CliError(what, str(error), _WHICH[target.kind], exit=Exit.PROTOCOL, type="bad_answer") from None
+        if isinstance(error, Echo):
+            what = "The server sends every message back."
+        raise CliError(
+            what, str(error), _WHICH[target.kind], exit=Exit.PROTOCOL, type="bad_answer"
+        ) from None
     finally:
         if app is not None:
             await app.aclose()
+
+
+def _revisions(way: Way) -> list[Revision]:
+    """Return the revisions of MCP to ask for."""
+    if way.revision is not None:
+        if way.revision not in REVISIONS:
+            raise no_such("revision", way.revision, list(REVISIONS), "--revision 2025-11-25")
+        return [REVISIONS[way.revision]]
+    if way.protocol == "rpc":
+        return []
+    return list(REVISIONS.values())
+
+
+async def _barred(target: Target, error: Refused) -> CliError | None:
+    """Return the error of a server that asks for a token, if it says where to get one."""
+    url = target.address("/mcp")
+    found = await _tokens(url) if error.status == 401 else None
+    if found is None:
+        return None
+    why = "; ".join([found.summary(), f"metadata at {found.metadata}", *found.problems])
+    next_step = f"wirecall login {url}, or --header 'Authorization: Bearer ...'"
+    return CliError(
+        "The server asks for a token.", why, next_step, exit=Exit.AUTH, type="unauthorized"
+    )
+
+
+def _unreachable(target: Target, error: CallFailed) -> CliError:
+    """Return the error of a server that ended, or does not answer."""
+    if isinstance(error, TimedOut):
+        next_step = f"{_WHICH[target.kind]}; --timeout if it is slow"
+        return Unreachable("The server does not answer.", error, next_step)
+    what = "The server ended before it answered."
+    if isinstance(error, NotSent) and isinstance(error.__cause__, OSError):
+        what = "The server process did not start."
+    next_step = "check the server's log"
+    if target.kind == "command":
+        next_step = "run the command alone to see more"
+    return Unreachable(what, error, next_step)
 
 
 def advice(seen: Seen) -> list[str]:
@@ -629,40 +893,74 @@ def advice(seen: Seen) -> list[str]:
     has_arrays = seen.jsonrpc.arrays or seen.arrays
     stateless = seen.revisions.get("2026-07-28", True)
     lines = (
-        (seen.jsonrpc.arrays, "Many calls in one message: wirecall batch --as rpc sends them as one array."),
-        (speaks_mcp and not has_arrays, "Batches go as single requests, side by side: the server takes no arrays."),
-        (speaks_mcp and not stateless, "It needs a handshake: it does not speak 2026-07-28, which works without sessions."),
+        (seen.at_root, "It speaks JSON-RPC at the path /: write the / at the end of its address."),
+        (
+            seen.jsonrpc.arrays,
+            "Many calls in one message: wirecall batch --as rpc sends them as one array.",
+        ),
+        (
+            speaks_mcp and not has_arrays,
+            "Batches go as single requests, side by side: the server takes no arrays.",
+        ),
+        (
+            speaks_mcp and not stateless,
+            "It needs a handshake: it does not speak 2026-07-28, which works without sessions.",
+        ),
         (
             speaks_mcp and bool(seen.features.get("tools")) and not seen.keys,
-            "A lost answer stays lost: it does not honour idempotency keys, so only read-only tools are repeated.",
+            "A lost answer stays lost: "
+            "it does not honour idempotency keys, so only read-only tools are repeated.",
         ),
         (
             seen.unannotated > 0,
-            f"{count_of(seen.unannotated, 'tool')} without stated effects: wirecall treats them as destructive.",
+            f"{count_of(seen.unannotated, 'tool')} without stated effects: "
+            "wirecall treats them as destructive.",
         ),
     )
     return [text for applies, text in lines if applies]
 
 
 def _show(out: Printer, seen: Seen) -> None:
-    def spoken(does: bool, arrays: bool | None) -> str:
-        return "no" if not does else "yes" if arrays is None else "yes, with arrays" if arrays else "yes, without arrays"
-
-    server = " ".join(str(seen.server[name]) for name in ("name", "version") if name in seen.server)
-    rows = [("server", server or "unnamed")] if any(seen.revisions.values()) else []
-    for name, does in seen.revisions.items():
-        rows.append((f"MCP {name}", spoken(does, bool(seen.arrays) if name == "2025-03-26" else None)))
-    plain = seen.jsonrpc
-    methods = f", {count_of(plain.methods, 'method')}" if plain.spoken and plain.methods is not None else ""
-    rows.append(("JSON-RPC", spoken(plain.spoken, plain.arrays) + methods))
-    if seen.features:
-        counted = seen.features.items()
-        names = [name if count is True else count_of(count, name.removesuffix("s")) for name, count in counted]
-        rows += [("features", ", ".join(names)), ("keys", "honoured" if seen.keys else "not honoured")]
-    rows += [("tokens", seen.tokens.told())] if seen.tokens is not None else []
-    rows += [("ping", f"{seen.latency_ms} ms")] if seen.latency_ms is not None else []
-    out.table(["ASKED", "FOUND"], rows)
+    out.table(["ASKED", "FOUND"], _rows(seen))
     for problem in seen.problems:
-        out.note(f"{', '.join(sorted(problem.where))}: {problem.what}", "failed")
+        sign = "failed" if problem.weight == "error" else "warning"
+        out.note(f"{', '.join(sorted(problem.where))}: {problem.what}", sign)
     for line in advice(seen):
         out.note(line)
+
+
+def _rows(seen: Seen) -> list[tuple[str, str]]:
+    """Return all findings but the problems, for a table."""
+    rows = []
+    if any(seen.revisions.values()):
+        names = [str(seen.server[name]) for name in ("name", "version") if name in seen.server]
+        rows.append(("server", " ".join(names) or "unnamed"))
+    for name, does in seen.revisions.items():
+        arrays = bool(seen.arrays) if name == "2025-03-26" else None
+        rows.append((f"MCP {name}", _spoken(does, arrays)))
+    plain = seen.jsonrpc
+    found = _spoken(plain.spoken, plain.arrays)
+    if plain.spoken and plain.methods is not None:
+        found += f", {count_of(plain.methods, 'method')}"
+    rows.append(("JSON-RPC", found))
+    if seen.features:
+        features = [
+            name if count is True else count_of(count, name.removesuffix("s"))
+            for name, count in seen.features.items()
+        ]
+        rows.append(("features", ", ".join(features)))
+        rows.append(("keys", "honoured" if seen.keys else "not honoured"))
+    if seen.tokens is not None:
+        rows.append(("tokens", seen.tokens.summary()))
+    if seen.latency_ms is not None:
+        rows.append(("ping", f"{seen.latency_ms} ms"))
+    return rows
+
+
+def _spoken(does: bool, arrays: bool | None) -> str:
+    """Return whether a protocol is spoken, and with arrays if that is known."""
+    if not does:
+        return "no"
+    if arrays is None:
+        return "yes"
+    return "yes, with arrays" if arrays else "yes, without arrays"

@@ -1,8 +1,9 @@
-"""`wirecall serve`: an app from a file, over HTTP or on stdio; `wirecall dev`: the same, restarted when a file changes.
+"""`wirecall serve` and `wirecall dev`: an app from a file, over HTTP or on stdio.
 
-Flags win over wirecall.toml, and that over the app's own settings. The process of `dev` watches; the server is its child,
-`wirecall serve --log text`. A child that ends by itself (a syntax error, a port in use) has printed the reason; the next
-change starts another.
+Flags override wirecall.toml, which overrides the app's own settings. `dev` restarts the server when
+a file changes. Its process watches; the server is its child, `wirecall serve --log text`. A child
+that exits early (a syntax error, a port in use) has printed the reason; the next change starts
+another.
 """
 
 import logging
@@ -11,33 +12,55 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import wraps
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 import msgspec
 
 from wirecall.cli.failures import CliError, Exit, Unreachable, failure_of, no_such
-from wirecall.cli.targets import Target, check_ledger, duration, ledger_option, optional_target_argument, parse
+from wirecall.cli.targets import (
+    Target,
+    check_ledger,
+    check_tables,
+    duration,
+    flags_of,
+    ledger_option,
+    optional_target_argument,
+    parse,
+)
 from wirecall.config import SETTINGS, Config, load_config
 from wirecall.errors import UsageError
-from wirecall.protocol.messages import Limits
+from wirecall.limits import Limits
+from wirecall.transports.workers import stopping_signals, unused_signals
 
-ADDRESS, GRACE = SETTINGS["server.http"].default, SETTINGS["server.grace"].default
+if TYPE_CHECKING:
+    from wirecall.transports.framing import FramingName
+
+ADDRESS = SETTINGS["server.http"].default
+GRACE = SETTINGS["server.grace"].default
 Log = Literal["off", "text", "json"]
 
-# Fixes in the words of Python, and the same as flags.
+# Fixes as Python code, and the same as flags.
 _FLAGS = {
     'use audit="file:audit.jsonl"': "--audit file:audit.jsonl",
     "another port=": "another port: --http HOST:PORT",
-    'use ledger="sqlite:PATH", "redis://..." or "postgresql://..."': "--ledger sqlite:PATH, redis://... or postgresql://...",
+    'use host="127.0.0.1", HTTP with auth=, or allow_remote=True': (
+        "--tcp 127.0.0.1:PORT, --http with auth=, or --allow-remote"
+    ),
+    'use ledger="sqlite:PATH", "redis://..." or "postgresql://..."': (
+        "--ledger sqlite:PATH, redis://... or postgresql://..."
+    ),
 }
 
 
-def _limits(_context: click.Context, _option: click.Parameter, words: tuple[str, ...]) -> dict[str, float]:
+def _limits(
+    _context: click.Context, _option: click.Parameter, words: tuple[str, ...]
+) -> dict[str, float]:
     found: dict[str, float] = {}
     for word in words:
         name, _, number = word.partition("=")
@@ -51,16 +74,79 @@ def _limits(_context: click.Context, _option: click.Parameter, words: tuple[str,
     return found
 
 
+def _in_json(run: Callable[..., None]) -> Callable[..., int]:
+    """Make all output of a server with `--log json` JSON.
+
+    This includes logs, and failures of loading the app.
+    """
+
+    @wraps(run)
+    def running(log: Log, **given: Any) -> int:
+        if log != "json":
+            run(log=log, **given)
+            return Exit.DONE
+        log_calls(log)
+        try:
+            run(log=log, **given)
+        except Exception as error:
+            from wirecall.logs import logger
+
+            failure = failure_of(error)
+            logger.critical(
+                "%s", " ".join(failure.text().split()), extra={"reason": failure.why or None}
+            )
+            return failure.exit
+        return Exit.DONE
+
+    return running
+
+
+batch_tool_option = click.option(
+    "--batch-tool",
+    type=click.Choice(["queries", "all"]),
+    help="Give MCP clients a tool that calls other tools: those that only read, or all.",
+)
+
+
 @click.command("serve")
 @optional_target_argument
 @click.option("--http", metavar="HOST:PORT", help=f"Address to listen on. [default: {ADDRESS}]")
 @click.option("--stdio", is_flag=True, help="Serve on stdin and stdout instead.")
-@click.option("--workers", type=click.IntRange(1), metavar="N", help="Processes that share the address. [default: 1]")
-@click.option("--server", type=click.Choice(["granian", "granian-asgi", "uvicorn"]), help="HTTP server. [default: granian]")
-@click.option("--grace", type=duration, help=f"Time for calls in flight when the server stops. [default: {GRACE:g}s]")
+@click.option("--tcp", metavar="HOST:PORT", help="Serve on a TCP port instead, without HTTP.")
+@click.option("--unix", metavar="PATH", help="Serve on a Unix socket instead, without HTTP.")
+@click.option(
+    "--framing",
+    type=click.Choice(["lines", "content-length"]),
+    help="How stdio, TCP and Unix sockets separate messages. [default: lines]",
+)
+@click.option(
+    "--allow-remote", is_flag=True, help="Let --tcp serve other machines, without authentication."
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Processes that share the address. [default: 1]",
+)
+@click.option(
+    "--server",
+    type=click.Choice(["granian", "granian-asgi", "uvicorn"]),
+    help="HTTP server. [default: granian]",
+)
+@click.option(
+    "--grace",
+    type=duration,
+    help=f"Time for calls in flight when the server stops. [default: {GRACE:g}s]",
+)
 @ledger_option
 @click.option("--audit", metavar="file:PATH", help="Audit trail.")
-@click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help="A host name of this server: api.example.com.")
+@click.option(
+    "--allow-host",
+    "hosts",
+    multiple=True,
+    metavar="NAME",
+    help="A host name of this server: api.example.com.",
+)
 @click.option(
     "--allow-origin",
     "origins",
@@ -68,7 +154,13 @@ def _limits(_context: click.Context, _option: click.Parameter, words: tuple[str,
     metavar="URL",
     help="A web page that may call: https://app.example.com.",
 )
-@click.option("--single-user", is_flag=True, default=None, help="All anonymous calls come from one user: recognise retries.")
+@click.option(
+    "--single-user/--no-single-user",
+    default=None,
+    help="All anonymous calls come from one user, or not. "
+    "[default: in development, on the loopback]",
+)
+@batch_tool_option
 @click.option(
     "--limit",
     "limits",
@@ -77,29 +169,50 @@ def _limits(_context: click.Context, _option: click.Parameter, words: tuple[str,
     metavar="NAME=NUMBER",
     help=f"Change a limit: {', '.join(Limits.__struct_fields__)}. May be repeated.",
 )
-@click.option("--log", type=click.Choice(["off", "text", "json"]), default="off", help="Log calls on stderr. [default: off]")
+@click.option(
+    "--log",
+    type=click.Choice(["off", "text", "json"]),
+    default="off",
+    help="Log calls on stderr. [default: off]",
+)
 @click.option("--dev", is_flag=True, hidden=True)  # `wirecall dev` sets it
+@_in_json
 def serve_command(
-    target: Target | None, stdio: bool, limits: dict[str, float], log: Log, dev: bool, audit: str | None, **given: Any
+    target: Target | None,
+    stdio: bool,
+    tcp: str | None,
+    unix: str | None,
+    framing: "FramingName | None",
+    allow_remote: bool,
+    limits: dict[str, float],
+    log: Log,
+    dev: bool,
+    audit: str | None,
+    **given: Any,
 ) -> None:
-    """Serve the app in TARGET, or the one that wirecall.toml names, until SIGTERM or Ctrl-C.
+    """Serve the app in TARGET, or the one that wirecall.toml names.
 
-    Over HTTP: JSON-RPC at /rpc, MCP at /mcp, /healthz and /readyz for supervisors. On stdio: both on one pipe.
+    It serves until SIGTERM, SIGHUP or Ctrl-C. Over HTTP: JSON-RPC at /rpc, MCP at /mcp, /healthz
+    and /readyz for supervisors. On stdio, TCP and Unix sockets: both on one connection.
 
     \b
     wirecall serve shop.py --http 0.0.0.0:8420 --workers 4 --ledger postgresql://...
     wirecall serve shop.py --stdio
+    wirecall serve shop.py --stdio --framing content-length
+    wirecall serve shop.py --tcp 127.0.0.1:8421
+    wirecall serve shop.py --unix /run/user/1000/shop/rpc.sock
     """
-    if stdio and (given["http"] or given["workers"]):
-        raise CliError("--stdio serves one client.", "--http and --workers are for HTTP", "drop them, or --stdio")
-    config = load_config()
-    places = {name: "ledger.url" if name == "ledger" else f"server.{name}" for name in given}
-    how = {name: value or config.get(places[name]) for name, value in given.items()}
+    way = _transport(stdio, tcp, unix, given)
+    _check_transport(way, framing, allow_remote)
+    config = load_config(flags=flags_of(given["ledger"]))
+    how = _settings(given, config)
     audit = audit or config.audit
-    host, colon, port = how["http"].rpartition(":")
-    if not stdio and (not colon or not (port.isascii() and port.isdigit()) or int(port) > 65535):
-        what, why = f"{how['http']!r} is not an address.", "expected HOST:PORT, the port up to 65535"
-        raise CliError(what, why, f"--http {ADDRESS}")
+    host = ""
+    port = 0
+    if way == "http":
+        host, port = _host_and_port(how["http"])
+    elif tcp is not None:
+        host, port = _host_and_port(tcp, "--tcp 127.0.0.1:8421")
     app = named(target, config).app()
     auth = None
     if stated := config.section("auth"):
@@ -109,25 +222,36 @@ def serve_command(
     try:
         app.configure(
             ledger=how["ledger"],
+            migrate=config.get("ledger.migrate"),
             audit=audit,
             limits=msgspec.structs.replace(config.limits(app.limits), **limits),
             hosts=how["hosts"] or (),
             origins=how["origins"] or (),
-            single_user=how["single_user"] or None,
+            single_user=how["single_user"],
+            batch_tool=how["batch_tool"],
+            stream=config.get("server.stream"),
             auth=auth,
             dev=dev,
         )
-        # Problems that would otherwise show only at the first command.
+        # Problems that would otherwise appear only at the first command.
         check_ledger(app.ledger_url)
+        check_tables(app)
         if audit:
-            check_trail(audit.removeprefix("file:"))
+            check_trail(audit.removeprefix("file:").partition("?")[0])
         log_calls(log)
-        if stdio:
-            app.run("stdio", grace=how["grace"])
-        else:
-            host = host.strip("[]") or "127.0.0.1"
+        if way == "http":
             served = {name: how[name] for name in ("server", "workers", "grace")}
-            app.run("http", host=host, port=int(port), **served)
+            app.run("http", host=host, port=port, **served)
+        else:
+            app.run(
+                way,
+                host=host,
+                port=port,
+                path=(unix or "").removeprefix("unix:"),
+                framing=framing or "lines",
+                allow_remote=allow_remote,
+                grace=how["grace"],
+            )
     except UsageError as error:
         failure = failure_of(error)
         for python, flag in _FLAGS.items():
@@ -135,13 +259,91 @@ def serve_command(
         raise failure from None
 
 
+def _settings(given: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """Return the options of the command line; those that are not given come from wirecall.toml."""
+    how = {}
+    for name, value in given.items():
+        place = "ledger.url" if name == "ledger" else f"server.{name}"
+        how[name] = value or config.get(place)
+    if given["single_user"] is not None:  # `--no-single-user` wins over wirecall.toml, too
+        how["single_user"] = given["single_user"]
+    return how
+
+
+def _transport(
+    stdio: bool, tcp: str | None, unix: str | None, given: Mapping[str, Any]
+) -> Literal["stdio", "http", "tcp", "unix"]:
+    """Return the transport of the flags; refuse two of them."""
+    if stdio and (given["http"] or given["workers"]):
+        raise CliError(
+            "--stdio serves one client.",
+            "--http and --workers are for HTTP",
+            "drop them, or --stdio",
+        )
+    flags = {
+        "--http": given["http"],
+        "--stdio": stdio,
+        "--tcp": tcp,
+        "--unix": unix,
+    }
+    names = [name for name, value in flags.items() if value]
+    if len(names) > 1:
+        raise CliError(
+            f"{' and '.join(names)} exclude each other.",
+            "a server has one transport",
+            f"drop all but one of them; {names[0]} for example",
+        )
+    if (tcp or unix) and given["workers"]:
+        raise CliError(
+            "--workers is for HTTP.", "a socket is served by one process", "drop --workers"
+        )
+    if stdio:
+        return "stdio"
+    if tcp:
+        return "tcp"
+    if unix:
+        return "unix"
+    return "http"
+
+
+def _check_transport(way: str, framing: str | None, allow_remote: bool) -> None:
+    """Refuse flags that the transport does not have."""
+    if way == "http" and framing is not None:
+        raise CliError(
+            "--framing is for --stdio, --tcp and --unix.",
+            "a request over HTTP has its own Content-Length",
+            "drop it, or add --stdio",
+        )
+    if allow_remote and way != "tcp":
+        raise CliError(
+            "--allow-remote is for --tcp.", "--http serves the address that it is given", "drop it"
+        )
+
+
+def _host_and_port(address: str, example: str = f"--http {ADDRESS}") -> tuple[str, int]:
+    """Return the host and the port to listen on."""
+    host, colon, port = address.rpartition(":")
+    is_number = port.isascii() and port.isdigit()
+    if not colon or not is_number or int(port) > 65535:
+        why = "expected HOST:PORT, the port up to 65535"
+        raise CliError(f"{address!r} is not an address.", why, example)
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
 def check_trail(text: str) -> None:
     """Refuse an audit trail that cannot be written."""
     path = Path(text).absolute()
     place = next(each for each in (path, *path.parents) if each.exists())
     if path.is_dir() or (place != path and not place.is_dir()) or not os.access(place, os.W_OK):
-        why = "it is a folder" if path.is_dir() else f"{place} cannot be written to"
-        raise CliError(f"The audit trail {text} cannot be written.", why, "--audit file:audit.jsonl", type="audit")
+        why = f"{place} cannot be written to"
+        if path.is_dir():
+            why = "it is a folder"
+        raise CliError(
+            f"The audit trail {text} cannot be written.",
+            why,
+            "--audit file:audit.jsonl",
+            type="audit",
+        )
 
 
 def named(target: Target | None, config: Config) -> Target:
@@ -149,7 +351,9 @@ def named(target: Target | None, config: Config) -> Target:
     app = config.get("server.app")
     if target is None and app is None:
         next_step = "name its file: app.py; or write [server] app = ... into wirecall.toml"
-        raise CliError("Which app?", "neither the command line nor wirecall.toml names one", next_step)
+        raise CliError(
+            "Which app?", "neither the command line nor wirecall.toml names one", next_step
+        )
     return target or parse(app)
 
 
@@ -159,32 +363,52 @@ class _Readable(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         if not hasattr(record, "duration_ms"):
             return super().format(record)
-        outcome, code = str(getattr(record, "outcome", "")), getattr(record, "code", None)
+        outcome = str(getattr(record, "outcome", ""))
+        code = getattr(record, "code", None)
         sign = {"ok": "✓", "replayed": "↻"}.get(outcome, "✗")
-        shown = f"{outcome} {code}" if code is not None else outcome
+        if code is not None:
+            outcome += f" {code}"
         when = self.formatTime(record, "%H:%M:%S")
-        return f"{when}  {sign} {record.method:<24} {shown:<16} {record.duration_ms:>9.1f} ms"  # type: ignore[attr-defined]
+        method = getattr(record, "method", "")
+        line = f"{when}  {sign} {method:<24} {outcome:<16} {record.duration_ms:>9.1f} ms"
+        more = [getattr(record, name, None) for name in ("call_id", "reason")]
+        return "  ".join([line, *filter(None, more)])
 
 
 def log_calls(kind: Log) -> None:
-    """Log one record per call on stderr."""
+    """Log one record per call on stderr.
+
+    As JSON, everything that this process logs is on stderr, and is JSON.
+    """
     if kind == "off":
         return
-    from wirecall.logs import JsonFormatter, logger
+    from wirecall.logs import JsonFormatter, is_json, logger
 
+    if kind == "json" and is_json():
+        return
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if kind == "json" else _Readable("%(levelname)s  %(message)s"))
+    handler.setFormatter(_Readable("%(levelname)s  %(message)s"))
+    if kind == "json":
+        handler.setFormatter(JsonFormatter())
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False  # a handler of the app on the root logger would print every line again
+    if kind == "json":
+        logging.captureWarnings(True)
+        if not logging.getLogger().handlers:
+            logging.getLogger().addHandler(handler)
 
 
-# --- dev ------------------------------------------------------------------------------------------------------------
+# --- dev ------------------------------------------------------------------------------------------
 
-# Files are polled: for a few hundred that costs less than file system events, and works on every file system.
-PAUSE = 0.25  # seconds between two polls
-RESTART = 3.0  # seconds for the calls in flight when the server restarts
-MOST = 5000  # files that are watched
+# Files are polled: for a few hundred that costs less than file system events, and works on every
+# file system.
+# Seconds between two polls.
+PAUSE = 0.25
+# Seconds for the calls in flight when the server restarts.
+RESTART = 3.0
+# Files that are watched.
+MOST = 5000
 _SKIPPED = {"__pycache__", "node_modules", "site-packages"}
 
 
@@ -192,22 +416,30 @@ _SKIPPED = {"__pycache__", "node_modules", "site-packages"}
 @optional_target_argument
 @click.option("--http", metavar="HOST:PORT", help=f"Address to listen on. [default: {ADDRESS}]")
 @ledger_option
-def dev_command(target: Target | None, http: str | None, ledger: str | None) -> int:
-    """Serve the app in TARGET with a log line per call, and restart when a Python file beside it changes.
+@batch_tool_option
+def dev_command(
+    target: Target | None, http: str | None, ledger: str | None, batch_tool: str | None
+) -> int:
+    """Serve the app in TARGET with a log line per call, and restart when a file changes.
 
-    It warns about plain functions that block the event loop for more than 100 ms.
+    It watches the Python files beside the app. It warns about plain functions that block the event
+    loop for more than 100 ms.
 
     \b
     wirecall dev shop.py
     """
-    config = load_config()
+    config = load_config(flags=flags_of(ledger))
     target = named(target, config)
     ledger = ledger or config.get("ledger.url")
     if target.kind != "file" or not Path(target.text).is_file():
         target.app()  # raises the error that explains the target
-    words = [sys.executable, "-m", "wirecall", "serve", target.of(target.text), "--dev", "--log", "text"]
+    words = [sys.executable, "-m", "wirecall", "serve", target.of(target.text)]
+    words += ["--dev", "--log", "text"]
     words += ["--http", http or config.get("server.http"), f"--grace={RESTART:g}s"]
-    words += ["--ledger", ledger] if ledger else []
+    if ledger:
+        words += ["--ledger", ledger]
+    if batch_tool:
+        words += ["--batch-tool", batch_tool]
     folder = str(Path(target.text).resolve().parent)
     child: subprocess.Popen[bytes] | None = None
     is_stopping = False
@@ -221,13 +453,17 @@ def dev_command(target: Target | None, http: str | None, ledger: str | None) -> 
         is_stopping = True
 
     def start() -> subprocess.Popen[bytes]:
-        # A session of its own: this process passes Ctrl-C on. No byte code: Python judges it by second and size, so a
-        # quick edit of equal length would start the old source.
+        # A separate session: this process passes Ctrl-C on. No byte code: Python checks it by
+        # second and size, so a quick edit of equal length would start the old source.
         environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
         try:
-            return subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
+            return subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, start_new_session=True, env=environment
+            )
         except OSError as error:
-            raise Unreachable("The server cannot be started.", error, "run wirecall serve to see more") from error
+            raise Unreachable(
+                "The server cannot be started.", error, "run wirecall serve to see more"
+            ) from error
 
     def end() -> None:
         if child is None:
@@ -242,9 +478,13 @@ def dev_command(target: Target | None, http: str | None, ledger: str | None) -> 
     def say(text: str) -> None:
         print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    # The server is in a separate session: it would outlive this process, and keep its port.
+    for number in stopping_signals():
         signal.signal(number, stop)
-    seen, child = dict(islice(_python_files(folder), MOST)), start()
+    for number in unused_signals():
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which the server would inherit
+    seen = dict(islice(_python_files(folder), MOST))
+    child = start()
     try:
         while not is_stopping:
             time.sleep(PAUSE)
@@ -255,23 +495,31 @@ def dev_command(target: Target | None, http: str | None, ledger: str | None) -> 
             if now != seen:
                 say("a file changed, restarting")
                 end()
-                seen, child = now, start()
+                seen = now
+                child = start()
     finally:
         end()
     return Exit.DONE
 
 
 def _python_files(folder: str) -> Iterator[tuple[str, int]]:
-    """Yield Python files in a folder and below with the times of their last change, without hidden and installed ones."""
+    """Yield Python files below a folder with their modification times.
+
+    It skips hidden and installed files.
+    """
 
     def is_ours(path: str) -> bool:
         name = os.path.basename(path)
-        return not (name.startswith(".") or name in _SKIPPED or os.path.exists(os.path.join(path, "pyvenv.cfg")))
+        return not (
+            name.startswith(".")
+            or name in _SKIPPED
+            or os.path.exists(os.path.join(path, "pyvenv.cfg"))
+        )
 
     for place, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if is_ours(os.path.join(place, name)))
         for name in sorted(files):
             path = os.path.join(place, name)
             if name.endswith(".py") and is_ours(path):
-                with suppress(OSError):  # deleted meanwhile
+                with suppress(OSError):  # deleted since it was listed
                     yield path, os.stat(path).st_mtime_ns

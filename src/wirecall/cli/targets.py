@@ -1,24 +1,30 @@
-"""The server of a verb, its ledger, and the way to it. One grammar for all verbs:
+"""The server of a verb, its ledger, and the connection to it. One grammar for all verbs:
 
     shop.py, shop.py:app     an app in a Python file, in this process
-    http://…, https://…      a server's address; without a path it is a wirecall server: /rpc, or /mcp with --as mcp
-    -- command …             a server on the stdin and stdout of a process; all words after `--` are its command line
+    http://…, https://…      a server's address; without a path it is a wirecall server:
+                             /rpc, or /mcp with --as mcp
+    -- command …             a server on the stdin and stdout of a process;
+                             all words after `--` are its command line
 
-1. Verbs are made with `cls=TargetCommand` and take the target first, by `target_argument`. Everything that the user's file
-   prints goes to stderr: stdout belongs to the verb. `app_of` is the app as `wirecall serve` would serve it here.
+1. Verbs are made with `cls=TargetCommand` and take the target first, by `target_argument`.
+   Everything that the user's file prints goes to stderr: stdout belongs to the verb. `app_of` is
+   the app as `wirecall serve` would serve it here.
 2. The ledger of an app: its option, its driver, and errors that say what is wrong with its store.
-3. `way_options` are the options of all verbs that call a server, and `opened` is a client of it. Plain JSON-RPC is spoken to
-   files and addresses, MCP to addresses that end in /mcp and to commands, as nearly every server on stdio speaks it. `--as`
-   chooses otherwise, and so does `--revision`, which only MCP has. An idempotency key belongs to one protocol: the ledger
-   keeps `charge` and `tools/call:charge` apart.
+3. `way_options` are the options of all verbs that call a server, and `opened` is a client of it.
+   Verbs speak plain JSON-RPC to files and addresses, and MCP to addresses that end in /mcp and to
+   commands, since nearly every server on stdio speaks it. `--as` overrides that, and so does
+   `--revision`, which only MCP has. An idempotency key belongs to one protocol: the ledger
+   distinguishes `charge` and `tools/call:charge`.
 """
 
 import asyncio
 import logging
 import re
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, redirect_stdout, suppress
+from datetime import UTC, datetime
 from functools import wraps
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -31,11 +37,27 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from wirecall.app import App
-from wirecall.cli.failures import CliError, Exit, NotReached, Unreachable, failure_of, nearest
-from wirecall.config import load_config
-from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, TimedOut, UsageError
+from wirecall.cli.failures import CliError, Exit, NotReached, Unreachable, failure_of
+from wirecall.config import load_config, seconds_of
+from wirecall.errors import (
+    BadAnswer,
+    CallFailed,
+    ConnectionLost,
+    NotSent,
+    TimedOut,
+    UsageError,
+    extra_fix,
+    nearest,
+)
 from wirecall.files import login_folder
-from wirecall.ledger.base import Ledger, LedgerDown, open_ledger
+from wirecall.ledger.base import (
+    Ledger,
+    LedgerDown,
+    OtherTables,
+    Tables,
+    open_ledger,
+    without_password,
+)
 from wirecall.logs import logger
 from wirecall.protocol.messages import Unreadable
 
@@ -44,7 +66,7 @@ if TYPE_CHECKING:
     from wirecall.client.exchange import Exchange, Link
     from wirecall.transports.http_client import HttpClient
 
-# Stands for the words after `--`; no argument of a program can contain a null character.
+# Represents the words after `--`; no argument of a program can contain a null character.
 _COMMAND = "\0command"
 
 
@@ -52,15 +74,23 @@ class Target(Struct, frozen=True):
     """A server, as the user named it."""
 
     kind: Literal["file", "url", "command"]
-    text: str  # of a file: the path; of a command: its words, for people
-    name: str = ""  # of the app in the file
+    # The path of a file, the address of a server, or the words of a command, for people.
+    text: str
+    # The name of the app in the file.
+    name: str = ""
+    # The words of a command.
     command: tuple[str, ...] = ()
 
     def app(self) -> App:
         """Load the app that the file defines, for verbs that need one."""
         if self.kind != "file":
-            raise CliError(f"{self.text} is not a file.", "this verb needs an app in a Python file", "name one: app.py")
-        path, name = self.text, self.name
+            raise CliError(
+                f"{self.text} is not a file.",
+                "this verb needs an app in a Python file",
+                "name one: app.py",
+            )
+        path = self.text
+        name = self.name
         if not Path(path).is_file():
             raise _no_file(path, name)
         module = _load(path)
@@ -70,11 +100,16 @@ class Target(Struct, frozen=True):
         first = next(iter(apps), "")
         if name:
             found = getattr(module, name, None)
-            why = "there is no such name in the file" if found is None else f"it is of type {type(found).__name__}"
-            next_step = f"name {path}:{first}" if apps else "name a wirecall.App defined in that file"
+            why = "there is no such name in the file"
+            if found is not None:
+                why = f"it is of type {type(found).__name__}"
+            next_step = "name a wirecall.App defined in that file"
+            if apps:
+                next_step = f"name {path}:{first}"
             raise CliError(f"{path}:{name} is not an app.", why, next_step, type="target")
         if not apps:
-            why, next_step = "no wirecall.App is defined at its top level", 'add: app = App("name")'
+            why = "no wirecall.App is defined at its top level"
+            next_step = 'add: app = App("name")'
             raise CliError(f"{path} has no app.", why, next_step, type="target")
         if len(apps) > 1:
             why = f"{path} has {len(apps)} apps: {', '.join(apps)}"
@@ -82,20 +117,29 @@ class Target(Struct, frozen=True):
         return apps[first]
 
     def address(self, path: str, *, keep_root: bool = True) -> str:
-        """Return the URL of an endpoint. An address without a path is a wirecall server, which has its endpoint at `path`.
+        """Return the URL of an endpoint.
 
-        A lone slash is a path, where a server of another kind may answer; without `keep_root` it is none.
+        An address without a path is a wirecall server, which has its endpoint at `path`.
+
+        A lone slash is a path, at which another kind of server may answer; without `keep_root` it
+        is ignored.
         """
         parts = urlsplit(self.text)
-        return parts._replace(path=path).geturl() if parts.path in ("", "" if keep_root else "/") else self.text
+        if parts.path == "" or (parts.path == "/" and not keep_root):
+            return parts._replace(path=path).geturl()
+        return self.text
 
     def of(self, path: str) -> str:
         """Return the target with this path to its file."""
-        return f"{path}:{self.name}" if self.name else path
+        if self.name:
+            return f"{path}:{self.name}"
+        return path
 
     def line(self, verb: str, *words: str) -> str:
         """Return the command line of another verb on this target, for people."""
-        parts = [verb, *words, "--", self.text] if self.kind == "command" else [verb, self.of(self.text), *words]
+        parts = [verb, self.of(self.text), *words]
+        if self.kind == "command":
+            parts = [verb, *words, "--", self.text]
         return " ".join(["wirecall", *filter(None, parts)])
 
 
@@ -108,7 +152,8 @@ class TargetCommand(click.Command):
         if "--" in args:
             at = args.index("--")
             ctx.meta[_COMMAND] = tuple(args[at + 1 :])
-            args = [*args[:at], _COMMAND] if self.is_last else [_COMMAND, *args[:at]]
+            args = args[:at]
+            args.insert(at if self.is_last else 0, _COMMAND)
         return super().parse_args(ctx, args)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -126,30 +171,52 @@ class TargetCommand(click.Command):
 
 
 def parse(text: str) -> Target:
-    """Return the target that a text names."""
+    """Return the target that a string names."""
     # 1. The words after `--`.
     if text == _COMMAND:
         command = click.get_current_context().meta[_COMMAND]
         if not command:
-            raise CliError("There is no command after `--`.", "it is the command line of a server", "-- python server.py")
+            raise CliError(
+                "There is no command after `--`.",
+                "it is the command line of a server",
+                "-- python server.py",
+            )
         return Target("command", " ".join(command), command=command)
     if not text.strip():
-        raise CliError("The target is empty.", "expected a file or an address", "app.py, http://..., or -- command ...")
+        raise CliError(
+            "The target is empty.",
+            "expected a file or an address",
+            "app.py, http://..., or -- command ...",
+        )
 
-    # 2. An address that can be split into its parts. Whether a server is there shows later.
+    # 2. An address that can be split into its parts. The server itself is not contacted yet.
     if text.lower().startswith(("http://", "https://")):
         try:
             split = urlsplit(text)
-            host, _ = split.hostname, split.port  # both may raise
-            why = "" if host else "it has no host"
-            why = "there is a space in it" if any(sign.isspace() for sign in text) else why
+            # Both may raise.
+            host = split.hostname
+            _ = split.port
+            why = ""
+            if any(sign.isspace() for sign in text):
+                why = "there is a space in it"
+            elif not host:
+                why = "it has no host"
         except ValueError as error:
             why = str(error)
         if why:
-            raise CliError(f"{text!r} is not an address.", why, "http://127.0.0.1:8420, or .../rpc, .../mcp", type="target")
+            raise CliError(
+                f"{text!r} is not an address.",
+                why,
+                "http://127.0.0.1:8420, or .../rpc, .../mcp",
+                type="target",
+            )
         return Target("url", split._replace(scheme=split.scheme.lower()).geturl())
     if "://" in text:
-        raise CliError(f"{text} is not a target.", "servers are reached by http and https", "http://..., or a file: app.py")
+        raise CliError(
+            f"{text} is not a target.",
+            "servers are reached by http and https",
+            "http://..., or a file: app.py",
+        )
 
     # 3. A file.
     path, _, name = text.partition(":")
@@ -161,22 +228,30 @@ target_argument = click.argument("target", type=parse, metavar="TARGET")
 optional_target_argument = click.argument("target", type=parse, required=False, metavar="[TARGET]")
 
 
-# --- files ----------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 _GIVE = "give the path of a Python file"
 
 
 def _no_file(path: str, name: str) -> CliError:
     if Path(path).exists():
-        what = f"{path} is a folder." if Path(path).is_dir() else f"{path} is not a file."
+        what = f"{path} is not a file."
+        if Path(path).is_dir():
+            what = f"{path} is a folder."
         return CliError(what, "an app is in a Python file", f"{_GIVE}: app.py", type="target")
     what = f"There is no file {path}."
     if name.partition("/")[0].isdecimal():
-        return CliError(what, f"{path}:{name} looks like an address", f"http://{path}:{name}", type="target")
+        return CliError(
+            what, f"{path}:{name} looks like an address", f"http://{path}:{name}", type="target"
+        )
     folder = Path(path).parent
-    beside = [str(folder / each.name) for each in folder.glob("*.py")] if folder.is_dir() else []
+    beside = []
+    if folder.is_dir():
+        beside = [str(folder / each.name) for each in folder.glob("*.py")]
     near = nearest(str(Path(path)), beside)
-    why = f"the nearest is {near}" if near else f"looked in {Path.cwd()}"
+    why = f"looked in {Path.cwd()}"
+    if near:
+        why = f"the nearest is {near}"
     return CliError(what, why, f"{_GIVE}: {near or 'app.py'}", type="target")
 
 
@@ -184,9 +259,12 @@ def _load(path: str) -> ModuleType:
     """Run the user's file as a module; an error in it names the line of that file."""
     spec = spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None:
-        raise CliError(f"{path} is not a Python file.", "its name does not end in .py", _GIVE, type="target")
+        raise CliError(
+            f"{path} is not a Python file.", "its name does not end in .py", _GIVE, type="target"
+        )
     module = module_from_spec(spec)
-    # As `python FILE` would: the file's neighbours can be imported, and pickling finds the module by its name.
+    # As `python FILE` would: the file's neighbours can be imported, and pickling finds the module
+    # by its name.
     sys.modules[spec.name] = module
     sys.path.insert(0, str(Path(path).resolve().parent))
     try:
@@ -195,43 +273,83 @@ def _load(path: str) -> ModuleType:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        line, trace = None, error.__traceback__
-        while trace is not None:
-            if trace.tb_frame.f_code.co_filename in (path, str(Path(path).resolve())):
-                line = trace.tb_lineno
-            trace = trace.tb_next
-        why, next_step = f"{type(error).__name__}: {error}", "correct the file and try again"
-        if isinstance(error, SyntaxError):
-            shown = (error.text or "").strip() if "codec" not in error.msg else ""
-            line, why = error.lineno, f"{error.msg}\n{shown}".strip()
-        elif isinstance(error, ModuleNotFoundError) and error.name:
-            next_step = f"install {error.name.partition('.')[0]} for {sys.executable}, or correct the import"
-        elif isinstance(error, PermissionError):
-            next_step = "let this user read it"
-        elif isinstance(error, SystemExit):
-            next_step = 'put the code that ends the program under: if __name__ == "__main__":'
-        elif isinstance(error, UsageError):
-            next_step = "correct it as the text says"
-        why = f"line {line}: {why}" if line else why
-        raise CliError(f"{path} cannot be loaded.", why, next_step, type="target") from error
+        raise _not_loaded(path, error) from error
     return module
 
 
-# --- the app as it is served here -----------------------------------------------------------------------------------
+def _not_loaded(path: str, error: BaseException) -> CliError:
+    """Return the error of a file that cannot be loaded."""
+    line = _line_in(path, error)
+    why = f"{type(error).__name__}: {error}"
+    next_step = "correct the file and try again"
+    if isinstance(error, SyntaxError):
+        line = error.lineno
+        why = error.msg
+        if "codec" not in error.msg:
+            why = f"{error.msg}\n{(error.text or '').strip()}".strip()
+    elif isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        next_step = f"install {package} for {sys.executable}, or correct the import"
+    elif isinstance(error, PermissionError):
+        next_step = "let this user read it"
+    elif isinstance(error, SystemExit):
+        next_step = 'put the code that ends the program under: if __name__ == "__main__":'
+    elif isinstance(error, UsageError):
+        next_step = "correct it as the text says"
+    if line:
+        why = f"line {line}: {why}"
+    return CliError(f"{path} cannot be loaded.", why, next_step, type="target")
+
+
+def _line_in(path: str, error: BaseException) -> int | None:
+    """Return the last line of a file in the traceback of an error."""
+    line = None
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename in (path, str(Path(path).resolve())):
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return line
+
+
+# --- the app as it is served here -----------------------------------------------------------------
 
 
 def app_of(target: Target, ledger: str | None = None) -> App | None:
-    """Return the app in a file, as `wirecall serve` would serve it here; None for a server elsewhere."""
+    """Return the app in a file, as `wirecall serve` would serve it here.
+
+    A server elsewhere gives None.
+    """
     if target.kind == "file":
-        app, config = target.app(), load_config()
-        app.configure(ledger=ledger or config.get("ledger.url"), audit=config.audit, limits=config.limits(app.limits))
+        app = target.app()
+        config = load_config(flags=flags_of(ledger))
+        app.configure(
+            ledger=ledger or config.get("ledger.url"),
+            audit=config.audit,
+            limits=config.limits(app.limits),
+        )
+        # A verb never changes the tables of servers. It may create a file, as a project's first
+        # call does.
+        is_file = app.ledger_url.startswith("sqlite:")
+        app.configure(tables="create" if is_file else "leave")
         return app
     if ledger is not None:
-        raise CliError("--ledger is for an app in a file.", f"{target.text} has a ledger of its own", "drop --ledger")
+        raise CliError(
+            "--ledger is for an app in a file.",
+            f"{target.text} has its own ledger",
+            "drop --ledger",
+        )
     return None
 
 
-# --- its ledger -----------------------------------------------------------------------------------------------------
+def flags_of(ledger: str | None) -> tuple[str, ...]:
+    """Return the places of wirecall.toml that `--ledger` decides."""
+    if ledger is None:
+        return ()
+    return ("ledger.url",)
+
+
+# --- its ledger -----------------------------------------------------------------------------------
 
 # By scheme: the package of its driver, and the extra of wirecall that installs it.
 DRIVERS = {
@@ -244,34 +362,53 @@ DRIVERS = {
 
 # The option `--ledger`, as the parameter `ledger`.
 ledger_option = click.option(
-    "--ledger", metavar="URL", help="Ledger of an app in a file: sqlite:PATH, redis://..., postgresql://..., memory:"
+    "--ledger",
+    metavar="URL",
+    help="Ledger of an app in a file: sqlite:PATH, redis://..., postgresql://..., memory:",
 )
 
 
-SQLITE_FILE = b"SQLite format 3\0"  # the first bytes of every SQLite file (sqlite.org/fileformat.html, section 1.3)
+# The first bytes of every SQLite file (sqlite.org/fileformat.html, section 1.3).
+SQLITE_FILE = b"SQLite format 3\0"
 
 
 def check_ledger(url: str) -> None:
-    """Refuse a ledger whose driver is not installed, or whose path is a folder or a file of another kind."""
+    """Refuse a ledger whose driver is not installed, or whose path is not an SQLite file."""
     scheme, _, path = url.partition(":")
     driver, extra = DRIVERS.get(scheme, ("", ""))
     # Found, not imported: a driver takes longer to import than most verbs take to run.
     if driver and find_spec(driver) is None:
         why = f"ledgers of {scheme}: are reached with the package {driver}"
-        raise CliError(f"{driver} is not installed.", why, f'pip install "wirecall[{extra}]"', type="ledger")
+        raise CliError(f"{driver} is not installed.", why, extra_fix(extra), type="ledger")
     if url.removesuffix("//") == "sqlite:":
-        raise CliError(f"The ledger {url} has no path.", "SQLite keeps it in a file", "sqlite:ledger.db", type="ledger")
+        raise CliError(
+            f"The ledger {url} has no path.",
+            "SQLite keeps it in a file",
+            "sqlite:ledger.db",
+            type="ledger",
+        )
     if scheme == "sqlite":
-        file, begin = Path(path.removeprefix("//")), b""
-        if file.is_dir():
-            raise CliError(
-                f"The ledger {path} is a folder.", "SQLite keeps it in a file", "name a file in it", type="ledger"
-            )
-        with suppress(OSError), file.open("rb") as opened:  # a new ledger has no file yet
-            begin = opened.read(len(SQLITE_FILE))
-        if begin and begin != SQLITE_FILE:
-            what, why = f"The ledger {path} is not an SQLite file.", "a server would refuse every command"
-            raise CliError(what, why, "name another file", exit=Exit.UNREACHABLE, type="ledger_unavailable")
+        _check_sqlite(path)
+
+
+def _check_sqlite(path: str) -> None:
+    file = Path(path.removeprefix("//"))
+    begin = b""
+    if file.is_dir():
+        raise CliError(
+            f"The ledger {path} is a folder.",
+            "SQLite keeps it in a file",
+            "name a file in it",
+            type="ledger",
+        )
+    with suppress(OSError), file.open("rb") as opened:  # a new ledger has no file yet
+        begin = opened.read(len(SQLITE_FILE))
+    if begin and begin != SQLITE_FILE:
+        what = f"The ledger {path} is not an SQLite file."
+        why = "a server would refuse every command"
+        raise CliError(
+            what, why, "name another file", exit=Exit.UNREACHABLE, type="ledger_unavailable"
+        )
 
 
 @contextmanager
@@ -282,18 +419,36 @@ def reaching(url: str) -> Iterator[None]:
         yield
     except LedgerDown as error:
         failure = failure_of(UsageError(str(error)))
-        if not failure.why and not failure.next:  # otherwise the error has a why and a fix of its own
-            failure = CliError(f"The ledger {without_password(url)} cannot be used.", " ".join(failure.what.split()))
-        next_step = failure.next or "is it running, and is this its URL?"
-        what, why, kind = failure.what, failure.why, "ledger_unavailable"
-        raise CliError(what, why, next_step, exit=Exit.UNREACHABLE, type=kind) from error
+        if not failure.why and not failure.next:  # otherwise the error has its own why and fix
+            failure = CliError(
+                f"The ledger {without_password(url)} cannot be used.",
+                " ".join(failure.what.split()),
+            )
+        failure.next = failure.next or "is it running, and is this its URL?"
+        failure.exit = Exit.UNREACHABLE
+        failure.type = "ledger_unavailable"
+        if isinstance(error, OtherTables):
+            failure.type = "ledger_tables"
+        raise failure from error
+
+
+def check_tables(app: App) -> None:
+    """Refuse to serve an app that may not migrate the tables of its ledger, or cannot use them."""
+    with reaching(app.ledger_url):
+        asyncio.run(app.check_tables())
 
 
 @asynccontextmanager
-async def opened_ledger(url: str) -> AsyncIterator[Ledger]:
-    """Open a ledger that exists."""
+async def opened_ledger(url: str, *, writes: bool = False) -> AsyncIterator[Ledger]:
+    """Open a ledger that exists. Its tables are not changed.
+
+    Unless the caller `writes`, the ledger may be a replica.
+    """
+    tables: Tables = "read"
+    if writes:
+        tables = "leave"
     with reaching(url):
-        ledger = await open_ledger(url)
+        ledger = await open_ledger(url, tables)
         try:
             yield ledger
         finally:
@@ -301,33 +456,54 @@ async def opened_ledger(url: str) -> AsyncIterator[Ledger]:
 
 
 async def ready(app: App) -> None:
-    """Open the ledger of an app in this process before a command needs it, so that an error can be explained here."""
+    """Open the ledger of an app in this process before a command needs it.
+
+    An error can be explained here.
+    """
     with reaching(app.ledger_url):
         await app.ledger()
 
 
-def without_password(url: str) -> str:
-    password = urlsplit(url).password if "://" in url else None
-    return url.replace(f":{password}@", ":***@") if password else url
+# --- the way to it --------------------------------------------------------------------------------
 
-
-# --- the way to it --------------------------------------------------------------------------------------------------
-
-_UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-
-Protocol = Literal["jsonrpc", "mcp"]
+Protocol = Literal["rpc", "mcp"]
 
 
 def duration(text: str | float) -> float:
     """Convert a time above 0 to seconds: the `type=` of an option."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h|d|)", str(text).strip())
-    if match is None or float(match[1]) == 0:
-        raise CliError(f"{text!r} is not a time.", "it must be above 0, with or without a unit", "30s, 500ms, 2m, 24h")
-    return float(match[1]) * _UNITS[match[2]]
+    try:
+        return seconds_of(text)
+    except ValueError:
+        raise CliError(
+            f"{text!r} is not a time.",
+            "it must be above 0, with or without a unit",
+            "30s, 500ms, 2m, 24h",
+        ) from None
+
+
+def moment(text: str | float) -> float:
+    """Convert a time in the past to seconds since 1970: the `type=` of an option.
+
+    It is a duration before now, or a date with or without a time, in UTC unless it names a zone.
+    """
+    words = str(text).strip()
+    if re.fullmatch(r"\d+(\.\d+)?(ms|s|m|h|d)", words):
+        return time.time() - duration(words)
+    try:
+        found = datetime.fromisoformat(words)
+    except ValueError:
+        raise CliError(
+            f"{text!r} is not a moment.",
+            "it must be a time before now, or a date",
+            "1h, 7d, 2026-11-18, 2026-11-18T09:30",
+        ) from None
+    if found.tzinfo is None:
+        found = found.replace(tzinfo=UTC)
+    return found.timestamp()
 
 
 class Way(Struct, frozen=True):
-    """The user's choices about the way to the server."""
+    """The user's choices about the connection to the server."""
 
     protocol: Protocol | None
     revision: str | None = None
@@ -337,43 +513,66 @@ class Way(Struct, frozen=True):
     def protocol_to(self, target: Target) -> Protocol:
         if self.protocol or self.revision:
             return self.protocol or "mcp"
-        is_endpoint = target.kind == "url" and urlsplit(target.text).path.rstrip("/").endswith("/mcp")
-        return "mcp" if target.kind == "command" or is_endpoint else "jsonrpc"
+        if target.kind == "command":
+            return "mcp"
+        if target.kind == "url" and urlsplit(target.text).path.rstrip("/").endswith("/mcp"):
+            return "mcp"
+        return "rpc"
 
     def to_tasks(self) -> "Way":
-        """Return the same way over MCP, which alone has tasks."""
-        if self.protocol == "jsonrpc":
+        """Return the same choices with MCP, the only protocol that has tasks."""
+        if self.protocol == "rpc":
             raise CliError("JSON-RPC does not have tasks.", "only MCP has them", "drop --as rpc")
         return replace(self, protocol="mcp")
 
     def address(self, target: Target) -> str:
         """Return the URL of the endpoint that speaks the protocol."""
-        return target.address("/mcp" if self.protocol_to(target) == "mcp" else "/rpc")
+        return target.address(f"/{self.protocol_to(target)}")
 
 
-def _headers(_context: click.Context, _option: click.Parameter, lines: tuple[str, ...]) -> dict[str, str]:
+def _headers(
+    _context: click.Context, _option: click.Parameter, lines: tuple[str, ...]
+) -> dict[str, str]:
     found = {}
     for line in lines:
         name, colon, value = line.partition(":")
         if not colon or not name.strip() or any(sign in line for sign in "\r\n\0"):
-            why, next_step = "expected a name, a colon and a value on one line", "--header 'Authorization: Bearer ...'"
+            why = "expected a name, a colon and a value on one line"
+            next_step = "--header 'Authorization: Bearer ...'"
             raise CliError(f"{line!r} is not a header.", why, next_step)
         found[name.strip()] = value.strip()
     return found
+
+
+class _Dialect(click.Choice[str]):
+    """`rpc` or `mcp`. `jsonrpc` is an alias of `rpc`."""
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value == "jsonrpc":
+            value = "rpc"
+        return super().convert(value, param, ctx)
 
 
 # The option `--as`, as the parameter `protocol`.
 as_option = click.option(
     "--as",
     "protocol",
-    type=click.Choice(["rpc", "mcp"]),
-    callback=lambda _context, _option, name: "jsonrpc" if name == "rpc" else name,
+    type=_Dialect(["rpc", "mcp"]),
     help="Protocol. [default: the target decides]",
 )
 _OPTIONS = (
     as_option,
-    click.option("--revision", metavar="DATE", help="MCP revision: 2025-03-26. [default: the newest that both speak]"),
-    click.option("--timeout", type=duration, default=30.0, help="Time for a call, including its retries. [default: 30s]"),
+    click.option(
+        "--revision",
+        metavar="DATE",
+        help="MCP revision: 2025-03-26. [default: the newest that both speak]",
+    ),
+    click.option(
+        "--timeout",
+        type=duration,
+        default=30.0,
+        help="Time for a call, including its retries. [default: 30s]",
+    ),
     click.option(
         "--header",
         "headers",
@@ -390,10 +589,19 @@ def way_options(function: Callable[..., object]) -> Callable[..., object]:
 
     @wraps(function)
     def verb(
-        *, protocol: Protocol | None, revision: str | None, timeout: float, headers: dict[str, str], **rest: object
+        *,
+        protocol: Protocol | None,
+        revision: str | None,
+        timeout: float,
+        headers: dict[str, str],
+        **rest: object,
     ) -> object:
-        if protocol == "jsonrpc" and revision is not None:
-            raise CliError("JSON-RPC has no revisions.", "--revision is for MCP", "drop --revision, or --as rpc")
+        if protocol == "rpc" and revision is not None:
+            raise CliError(
+                "JSON-RPC has no revisions.",
+                "--revision is for MCP",
+                "drop --revision, or --as rpc",
+            )
         return function(way=Way(protocol, revision, timeout, headers), **rest)
 
     for option in reversed(_OPTIONS):
@@ -401,25 +609,32 @@ def way_options(function: Callable[..., object]) -> Callable[..., object]:
     return verb
 
 
-# --- a client of it -------------------------------------------------------------------------------------------------
+# --- a client of it -------------------------------------------------------------------------------
 
-GRACE = 10.0  # seconds for the calls in flight of an app in this process when the verb ends
-HURRY = 1.0  # the same after Ctrl-C
+# Seconds for the calls in flight of an app in this process when the verb ends.
+GRACE = 10.0
+# The same after Ctrl-C.
+HURRY = 1.0
 
 
 async def stored_auth(url: str, headers: Mapping[str, str]) -> "Stored | None":
-    """Return the stored login of an address, or None if it is missing or a header authorizes the requests."""
+    """Return the stored login of an address, or None.
+
+    There is none if a header authorizes the requests.
+    """
     if not login_folder().is_dir() or any(name.lower() == "authorization" for name in headers):
         return None
     from wirecall.auth import Stored  # late: few targets need it
 
     stored = Stored()
     assert stored.store is not None
-    return stored if await stored.store.logins(url) else None
+    if not await stored.store.logins(url):
+        return None
+    return stored
 
 
 async def http_client(url: str, headers: Mapping[str, str]) -> "HttpClient":
-    """Return a client for raw messages, which sends the login that is kept for the address."""
+    """Return a client for raw messages, which sends the stored login of the address."""
     from wirecall.transports.http_client import HttpClient
 
     stored = await stored_auth(url, headers)
@@ -441,11 +656,14 @@ async def opened(
     from wirecall.client.connect import connect
 
     protocol = way.protocol_to(target)
-    where: Any = way.address(target) if target.kind == "url" else list(target.command)
+    where: Any = list(target.command)
+    more: Any = {}
+    if protocol == "mcp":
+        more = {"revision": way.revision, **(handlers or {})}
     if target.kind == "file":
         where = app or target.app()
-    more: Any = {"revision": way.revision, **(handlers or {})} if protocol == "mcp" else {}
-    if target.kind == "url":
+    elif target.kind == "url":
+        where = way.address(target)
         more["wrap"] = FirstContact
         more["auth"] = await stored_auth(where, way.headers)
     client = connect(where, protocol=protocol, timeout=way.timeout, headers=way.headers, **more)
@@ -458,8 +676,9 @@ async def opened(
         grace = GRACE
         try:
             yield client
-        except asyncio.CancelledError:  # Ctrl-C: end soon, and do not log the calls that were cut
-            grace, noise.muted = HURRY, True
+        except asyncio.CancelledError:  # Ctrl-C: end soon, and do not log the interrupted calls
+            grace = HURRY
+            noise.muted = True
             raise
         finally:
             await client.aclose()
@@ -468,7 +687,10 @@ async def opened(
 
 
 class FirstContact:
-    """A link whose first message is sent once. Once the server was reached, the client retries as usual."""
+    """A link whose first message is sent once.
+
+    Once the server was reached, the client retries as usual.
+    """
 
     def __init__(self, link: "Link") -> None:
         self._link = link
@@ -487,7 +709,10 @@ class FirstContact:
 
 
 class _Noise(logging.Filter):
-    """Notes whether the server printed text that is not a message, which the client logs. Hides what the verb reports."""
+    """Notes whether the client logs output that is not a message.
+
+    Hides records that the verb reports.
+    """
 
     def __init__(self, listens: bool) -> None:
         super().__init__()
@@ -496,9 +721,11 @@ class _Noise(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         self.seen = self.seen or any(isinstance(each, Unreadable) for each in record.args or ())
+        if self.muted or record.levelno < self._level:
+            return False
         # The verb reports a cancelled call itself, and its traceback shows no mistake.
-        is_cut = record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
-        return record.levelno >= self._level and not self.muted and not is_cut
+        error = record.exc_info[1] if record.exc_info is not None else None
+        return not isinstance(error, asyncio.CancelledError)
 
     def __enter__(self) -> None:
         self._level = logger.getEffectiveLevel()
@@ -511,7 +738,11 @@ class _Noise(logging.Filter):
         logger.removeFilter(self)
 
 
-_ASKED = {"url": "is this its address", "command": "does it serve on stdio", "file": "is this its file"}
+_ASKED = {
+    "url": "is this its address",
+    "command": "does it serve on stdio",
+    "file": "is this its file",
+}
 
 
 def _unopened(error: CallFailed, target: Target, noise: _Noise) -> CliError:
@@ -527,7 +758,7 @@ def _unopened(error: CallFailed, target: Target, noise: _Noise) -> CliError:
         )
     elif target.kind == "command" and isinstance(error, NotSent | ConnectionLost):
         what = "The server process did not start, or ended before it answered."
-        failure = Unreachable(what, error, "run the command by itself to see more")
+        failure = Unreachable(what, error, "run the command alone to see more")
     elif isinstance(error, ConnectionLost | TimedOut):
         next_step = f"{_ASKED[target.kind]}, and does it speak this protocol? (--as rpc|mcp)"
         failure = Unreachable("The server does not answer.", error, next_step)
@@ -539,11 +770,15 @@ def _unopened(error: CallFailed, target: Target, noise: _Noise) -> CliError:
 
 @contextmanager
 def asking() -> Iterator[None]:
-    """Ask a server only for what it offers. Nothing is called, so no outcome is unknown if it does not answer."""
+    """Ask a server only for its offers.
+
+    Nothing is called, so no outcome is unknown if it does not answer.
+    """
     try:
         yield
     except (ConnectionLost, TimedOut) as error:
-        what, next_step = "The server does not answer.", "does it speak this protocol? (--as rpc|mcp, --timeout)"
+        what = "The server does not answer."
+        next_step = "does it speak this protocol? (--as rpc|mcp, --timeout)"
         raise Unreachable(what, error, next_step, ran="no") from error
 
 
@@ -552,7 +787,7 @@ def unlisted(target: Target) -> CliError:
     return CliError(
         "The server does not list its methods.",
         "it has no rpc.discover, the method of OpenRPC for that",
-        f"{target.line('call', 'METHOD')} works all the same; for MCP: --as mcp",
+        f"{target.line('call', 'METHOD')} still works; for MCP: --as mcp",
         exit=Exit.REMOTE,
         type="no_discovery",
     )

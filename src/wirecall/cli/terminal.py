@@ -1,10 +1,11 @@
 """The user's side of a verb: what it prints, reads and asks, and Ctrl-C.
 
-1. The payload goes to stdout, everything else to stderr. `--json` puts exactly one document on stdout: `{"ok": true,
-   "result": ...}`, or `{"ok": false, "error": ...}`, which the command itself prints when a verb raises. Without it the
-   payload is for people: tables by rich where stdout is a terminal, the same columns without colour and lines where it is
-   not. Colour alone never carries a meaning.
-2. Ctrl-C cancels the verb, so that its calls in flight are cancelled at their server too; a second one ends the process.
+1. The payload goes to stdout, everything else to stderr. `--json` puts exactly one document on
+   stdout: `{"ok": true, "result": ...}`, or `{"ok": false, "error": ...}`, which the command itself
+   prints when a verb raises. Without it the payload is for people: tables by rich if stdout is a
+   terminal, else the same columns without colour and lines. Colour alone never carries a meaning.
+2. Ctrl-C cancels the verb, so that its calls in flight are cancelled at their server too; a second
+   one ends the process.
 """
 
 import os
@@ -12,7 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import IO, Any, BinaryIO, Literal, TypeVar
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, Literal, Protocol, TypeVar
 
 import click
 import msgspec
@@ -22,7 +23,15 @@ from wirecall.cli.failures import CliError, Exit, Interrupted
 from wirecall.logs import escaped, printable
 from wirecall.protocol.messages import encode
 
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop, TimerHandle
+
+    from rich.live import Live
+
 T = TypeVar("T")
+
+# Seconds.
+SPINNER_AFTER = 1.0
 
 # Marks, their replacements on a terminal without Unicode, and their colours.
 _MARKS = {
@@ -40,8 +49,10 @@ class Printer:
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
 
-    def result(self, value: object, show: Callable[[], None] | str | None = None, **more: object) -> None:
-        """Print the payload: for programs `value` and `more`; for people `show` (a text or a function), else the value."""
+    def result(
+        self, value: object, show: Callable[[], None] | str | None = None, **more: object
+    ) -> None:
+        """Print the payload: for programs `value` and `more`, for people `show` or `value`."""
         if self.as_json:
             print_json({"ok": True, "result": value, **more})
         elif callable(show):
@@ -53,7 +64,9 @@ class Printer:
     def note(self, text: str, mark: str = "") -> None:
         """Print a line beside the payload."""
         text = escaped(text)
-        click.echo(f"{marked(mark)} {text}" if mark else text, err=True)
+        if mark:
+            text = f"{marked(mark)} {text}"
+        click.echo(text, err=True)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print rows for people, on stdout."""
@@ -75,9 +88,12 @@ class Printer:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows of texts as lines, with their columns below each other."""
+    """Return rows of strings as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 # The option `--json`, as the parameter `out`, a `Printer`.
@@ -92,14 +108,22 @@ json_option = click.option(
 
 def print_raw(data: bytes, stdout: IO[str] | None = None, *, err: bool = False) -> None:
     """Print bytes unchanged; on a terminal, escape control characters."""
-    # As bytes unless it is a terminal: click would strip everything from a text that looks like colour.
-    shown = is_terminal(stdout or (sys.stderr if err else sys.stdout))
-    click.echo(printable(data.decode("utf-8", "backslashreplace")) if shown else data, stdout, nl=False, err=err)
+    stream = stdout or (sys.stderr if err else sys.stdout)
+    # As bytes unless it is a terminal: click would strip everything that looks like colour from a
+    # string.
+    shown: bytes | str = data
+    if is_terminal(stream):
+        shown = printable(data.decode("utf-8", "backslashreplace"))
+    click.echo(shown, stdout, nl=False, err=err)
 
 
 def print_json(*documents: object, stdout: IO[str] | None = None) -> None:
-    """Print documents, one per line, in one write: `click.echo` for each of a batch took as long as its calls."""
-    # Their texts steer no terminal: for a program, an escape of JSON is the same character.
+    """Print documents, one per line, in one write:
+
+    `click.echo` for each of a batch took as long as its calls.
+    """
+    # Their strings cannot control a terminal: for a program, an escape of JSON is the same
+    # character.
     lines = [f"{printable(encode(document).decode())}\n" for document in documents]
     print_raw("".join(lines).encode(), stdout)
 
@@ -113,13 +137,23 @@ def print_failure(failure: CliError, as_json: bool) -> None:
     click.echo(f"{marked('failed')} {printable(failure.text())}", err=True)
 
 
+def stated(**members: Any) -> dict[str, Any]:
+    """Return the members of a document that have a value."""
+    return {name: value for name, value in members.items() if value}
+
+
 def count_of(number: int, noun: str) -> str:
     """Return a number with its noun, which gets an "s" unless the number is 1."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    if number == 1:
+        return f"{number} {noun}"
+    return f"{number} {noun}s"
 
 
 def pretty(value: object) -> str:
-    """Return a value for people: a text unchanged, anything else as JSON, indented if it does not fit on a line."""
+    """Return a value for people: a string unchanged, anything else as JSON.
+
+    JSON that exceeds a line is indented.
+    """
     if isinstance(value, str):
         return value
     line = encode(value).decode()
@@ -129,39 +163,50 @@ def pretty(value: object) -> str:
 
 
 def result_of(value: Any) -> Any:
-    """Return a result as JSON. For a tool: its structured content, else its text, else its content blocks."""
+    """Return a result as JSON.
+
+    For a tool: its structured content, else its text, else its content blocks.
+    """
     if not hasattr(value, "structured"):
         return value
-    if value.structured is not UNSET:
-        only = isinstance(value.structured, dict) and list(value.structured) == ["result"]
-        return value.structured["result"] if only else value.structured  # before 2026-07-28 it must be an object
-    kinds = {type(item).__name__ for item in value.content}
-    return value.text if kinds <= {"Text"} else [item.on_wire() for item in value.content]
+    found = value.structured
+    if found is not UNSET:
+        if isinstance(found, dict) and list(found) == ["result"]:
+            return found["result"]  # before 2026-07-28 it must be an object
+        return found
+    if {type(item).__name__ for item in value.content} <= {"Text"}:
+        return value.text
+    return [item.on_wire() for item in value.content]
 
 
 def readable(value: Any) -> str:
     """Return a result for people, without binary data."""
     if not hasattr(value, "structured") or value.structured is not UNSET:
         return pretty(result_of(value))
-    lines = []
-    for item in value.content:
-        if hasattr(item, "mime_type") and isinstance(getattr(item, "data", None), bytes):
-            lines.append(f"[{item.mime_type}, {len(item.data)} bytes]")
-        else:
-            lines.append(item.text if getattr(item, "text", None) is not None else pretty(item.on_wire()))
-    return "\n".join(lines)
+    return "\n".join(_readable_item(item) for item in value.content)
+
+
+def _readable_item(item: Any) -> str:
+    if hasattr(item, "mime_type") and isinstance(getattr(item, "data", None), bytes):
+        return f"[{item.mime_type}, {len(item.data)} bytes]"
+    if getattr(item, "text", None) is not None:
+        return str(item.text)
+    return pretty(item.on_wire())
 
 
 def marked(name: str) -> str:
     """Return a mark, coloured if stderr has colour."""
     sign, plain, colour = _MARKS[name]
     try:
-        sign.encode(getattr(sys.stderr, "encoding", None) or "ascii")  # stderr is None if it was closed
+        # Stderr is None if it was closed.
+        sign.encode(getattr(sys.stderr, "encoding", None) or "ascii")
     except UnicodeEncodeError:
         sign = plain
     # NO_COLOR (no-color.org): present and not empty turns colour off.
-    coloured = is_terminal(sys.stderr) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    return click.style(sign, fg=colour) if coloured else sign
+    is_plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+    if is_plain or not is_terminal(sys.stderr):
+        return sign
+    return click.style(sign, fg=colour)
 
 
 def is_terminal(stream: IO[str] | IO[bytes] | None) -> bool:
@@ -179,22 +224,97 @@ def ask(question: str) -> bool | None:
         return False
 
 
+class Advance(Protocol):
+    """Moves a bar by a number of steps, and names the next one beside it."""
+
+    def __call__(self, count: int, what: str = "", /) -> None: ...
+
+
 @contextmanager
-def progress(total: int | None, what: str, *, hidden: bool = False) -> "Iterator[Callable[[int], None]]":
-    """Show a bar on stderr while the block runs; the block calls `advance(n)`. Show nothing if stderr is not a terminal."""
+def progress(total: int | None, what: str, *, hidden: bool = False) -> Iterator[Advance]:
+    """Show a bar on stderr while the block runs; the block calls `advance(n)`.
+
+    Show nothing if stderr is not a terminal.
+    """
     if hidden or not is_terminal(sys.stderr):
-        yield lambda _count: None
+        yield lambda _count, _what="": None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
-        yield lambda count: bar.advance(task, count)
+        yield lambda count, step="": bar.update(task, advance=count, description=step or None)
 
 
-# --- input ----------------------------------------------------------------------------------------------------------
+class Spinner:
+    """One line on the terminal for a wait that takes longer than `SPINNER_AFTER`.
+
+    It shows nothing unless stderr is a terminal. `describe` is called ten times a second, in the
+    spinner's thread.
+    """
+
+    def __init__(self, describe: Callable[[], str]) -> None:
+        self._describe = describe
+        self._timer: TimerHandle | None = None
+        self._live: Live | None = None
+
+    def __enter__(self) -> "Spinner":
+        # Late: a mistake on the command line is reported without it.
+        from asyncio import get_running_loop
+
+        if is_terminal(sys.stderr) and os.environ.get("TERM") != "dumb":
+            self._timer = get_running_loop().call_later(SPINNER_AFTER, self._show)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Hide the line while something else is written to the terminal."""
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+    def _show(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+        from rich.spinner import Spinner as Sign
+        from rich.text import Text
+
+        sign = Sign("line")
+
+        def line() -> Sign:
+            # Never markup: servers write it.
+            sign.update(text=Text(self._describe(), overflow="ellipsis", no_wrap=True))
+            return sign
+
+        self._live = Live(
+            get_renderable=line,
+            console=Console(stderr=True),
+            transient=True,
+            refresh_per_second=10,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._live.start()
+
+
+# --- input ----------------------------------------------------------------------------------------
 
 
 def stdin() -> BinaryIO:
@@ -211,26 +331,34 @@ def input_file(path: str) -> BinaryIO:
     try:
         return click.get_current_context().with_resource(open(path, "rb"))
     except OSError as error:
-        why, next_step = error.strerror or str(error), "give the path of a file, or - for standard input"
+        why = error.strerror or str(error)
+        next_step = "give the path of a file, or - for standard input"
         raise CliError(f"{path} cannot be read.", why, next_step) from None
 
 
-# --- Ctrl-C ---------------------------------------------------------------------------------------------------------
+# --- Ctrl-C ---------------------------------------------------------------------------------------
 
 
 class _Now:
     """The state of the command when Ctrl-C arrives."""
 
-    waits: Literal["", "blocked", "idle"] = ""  # for its user: no call is in flight that Ctrl-C could cancel
-    asked = False  # Ctrl-C was pressed before
+    # Whether it waits for its user: then no call is in flight that Ctrl-C could cancel.
+    waits: Literal["", "blocked", "idle"] = ""
+    # Whether Ctrl-C was pressed before.
+    asked = False
 
 
 @contextmanager
 def reading(*, blocks: bool = True) -> Iterator[None]:
-    """Mark a wait for the user, which Ctrl-C ends. A read that blocks the event loop is ended at once."""
+    """Mark a wait for the user, which Ctrl-C ends.
+
+    A read that blocks the event loop is ended at once.
+    """
     from asyncio import CancelledError
 
-    _Now.waits = "blocked" if blocks else "idle"
+    _Now.waits = "idle"
+    if blocks:
+        _Now.waits = "blocked"
     try:
         if _Now.asked:  # the loop has not cancelled this task yet
             raise CancelledError
@@ -239,8 +367,13 @@ def reading(*, blocks: bool = True) -> Iterator[None]:
         _Now.waits = ""
 
 
-def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine. Ctrl-C cancels it, so that calls in flight are cancelled at their server too."""
+def run(
+    work: Coroutine[Any, Any, T], *, new_loop: "Callable[[], AbstractEventLoop] | None" = None
+) -> T:
+    """Run a coroutine, in a loop that `new_loop` makes if it is given.
+
+    Ctrl-C cancels it, so that calls in flight are cancelled at their server too.
+    """
     import asyncio  # late: a mistake on the command line is reported without it
 
     from wirecall.transports.child import kill_all
@@ -248,7 +381,8 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     _Now.asked = False
 
     async def guarded() -> T:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
         assert task is not None
 
         def interrupt(*_: object) -> None:
@@ -257,7 +391,10 @@ def run(work: Coroutine[Any, Any, T]) -> T:
                 os._exit(Exit.INTERRUPTED)
             _Now.asked = True
             # The empty line is for the ^C that a terminal shows.
-            print("" if _Now.waits else "\nCancelling; Ctrl-C again stops at once.", file=sys.stderr, flush=True)
+            line = ""
+            if not _Now.waits:
+                line = "\nCancelling; Ctrl-C again stops at once."
+            print(line, file=sys.stderr, flush=True)
             if _Now.waits == "blocked":
                 raise asyncio.CancelledError
             loop.call_soon_threadsafe(task.cancel)
@@ -269,6 +406,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
             signal.signal(signal.SIGINT, before)
 
     try:
-        return asyncio.run(guarded())
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            return runner.run(guarded())
     except asyncio.CancelledError:
         raise Interrupted from None

@@ -1,0 +1,134 @@
+"""`wirecall gateway run`, `check` and `status`: serve the upstreams, show the plan, show the state."""
+
+import asyncio
+from typing import Any
+
+import click
+import msgspec
+
+from wirecall.cli.failures import CliError, Exit, Unreachable
+from wirecall.cli.terminal import Printer, count_of, json_option
+from wirecall.errors import CallFailed, UsageError
+from wirecall.gateway.settings import GatewaySettings, load_settings
+
+_ADDRESS = click.option("--http", metavar="HOST:PORT", help="The address. [default: gateway.http]")
+# Seconds that the running gateway may take to say how it is.
+STATUS_TIME = 5.0
+
+
+def _settings(http: str | None = None) -> GatewaySettings:
+    flags: dict[str, Any] = {}
+    if http is not None:
+        flags["gateway.http"] = http
+    settings = load_settings(flags=flags)
+    if not settings.upstreams:
+        raise UsageError(
+            "There are no upstreams.",
+            "wirecall.toml has no section [upstream.NAME]",
+            "wirecall gateway import --client cursor --write",
+        )
+    return settings
+
+
+@click.command("run")
+@_ADDRESS
+@click.option("--stdio", is_flag=True, help="Serve /mcp to one client on stdin and stdout instead.")
+def run_command(http: str | None, stdio: bool) -> None:
+    """Serve the upstreams of wirecall.toml: /mcp has all of them, /mcp/NAME one.
+
+    A line is printed for each upstream that is ready or fails.
+    """
+    from wirecall.gateway.gateway import Gateway
+
+    settings = _settings(http)
+    gateway = Gateway(settings)
+    if stdio:
+        gateway.run("stdio")
+        return
+    host, _, port = settings.http.rpartition(":")
+    gateway.run("http", host=host.strip("[]"), port=int(port))
+
+
+@click.command("check")
+@json_option
+def check_command(out: Printer) -> Exit | None:
+    """Start each upstream once, and print the plan.
+
+    The plan has each tool, whether it is a query or a command, why, and whether it is recorded.
+    Exit code 9 if something is odd.
+    """
+    from wirecall.gateway.gateway import Gateway
+    from wirecall.gateway.plan import Plan, planned
+
+    settings = msgspec.structs.replace(_settings(), ledger="memory:")
+
+    async def make() -> Plan:
+        gateway = Gateway(settings)
+        try:
+            return await planned(gateway)
+        finally:
+            await gateway.aclose(1.0)
+
+    plan = asyncio.run(make())
+    if out.as_json:
+        out.result(msgspec.to_builtins(plan))
+    else:
+        out.table(
+            ("upstream", "tool", "at /mcp", "kind", "why", "recorded"),
+            [
+                (t.upstream, t.tool, t.name, t.kind, t.why, "yes" if t.recorded else "no")
+                for t in plan.tools
+            ],
+        )
+        for finding in plan.findings:
+            out.note(finding)
+        out.note(f"{count_of(len(plan.findings), 'finding')}")
+    return Exit.FOUND if plan.findings else None
+
+
+@click.command("status")
+@_ADDRESS
+@json_option
+def status_command(http: str | None, out: Printer) -> None:
+    """Show the state of each upstream of the gateway that runs."""
+    from wirecall.transports.http_client import HttpClient
+
+    address = http or load_settings().http
+    url = f"http://{address}/status"
+
+    async def ask() -> Any:
+        client = HttpClient(url)
+        await client.open()
+        try:
+            async with asyncio.timeout(STATUS_TIME), client.request("GET") as answer:
+                body = await answer.read()
+                if answer.status != 200:
+                    raise CliError(f"{url} answered with HTTP {answer.status}.", "", "")
+                return msgspec.json.decode(body)
+        except (CallFailed, TimeoutError) as error:
+            raise Unreachable(
+                f"No gateway answers at {url}.", str(error), "start it: wirecall gateway run"
+            ) from error
+        finally:
+            await client.aclose()
+
+    found = asyncio.run(ask())
+    if out.as_json:
+        out.result(found)
+        return
+    rows = [
+        (
+            name,
+            "up" if each["up"] else "down",
+            each["since"],
+            str(each["sessions"]),
+            " ".join(map(str, each["pids"])),
+            str(each["in_flight"]),
+            each["breaker"],
+            str(each["starts"]),
+            str(each["unknown"]),
+        )
+        for name, each in found["upstreams"].items()
+    ]
+    columns = ("upstream", "health", "since", "sessions", "pids", "in flight", "breaker")
+    out.table((*columns, "starts", "unknown"), rows)
