@@ -7,7 +7,8 @@ from wirecall import App, jsonrpc
 from wirecall.ledger.base import Ledger, LedgerDown
 
 if TYPE_CHECKING:
-    import pytest  # not for the processes that tests start: it takes longer to import than wirecall
+    # Not in the processes that tests start: pytest takes longer to import than wirecall.
+    import pytest
 
 
 def call(method: str, params: Any = None, id: Any = 1, key: str | None = None) -> bytes:
@@ -41,10 +42,15 @@ def make_app(**options: Any) -> App:
     return App("test", **{"mode": "development", "ledger": "memory:", **options})
 
 
-def lose_completions(monkeypatch: "pytest.MonkeyPatch", ledger: Ledger, times: int) -> list[LedgerDown]:
-    """The ledger is away when it should hear how a command ended, so often; then it is there again. Gives the times that are
-    left."""
-    complete, failures = ledger.complete, [LedgerDown("away") for _ in range(times)]
+def lose_completions(
+    monkeypatch: "pytest.MonkeyPatch", ledger: Ledger, times: int
+) -> list[LedgerDown]:
+    """Let `ledger.complete` fail with `LedgerDown` that many times.
+
+    Return the failures still to come.
+    """
+    complete = ledger.complete
+    failures = [LedgerDown("away") for _ in range(times)]
 
     async def flaky(*args: Any) -> bool:
         if failures:

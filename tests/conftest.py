@@ -1,4 +1,6 @@
-"""Fixtures of all tests: real servers, started when the first test asks for one, and an empty ledger of each kind."""
+"""Fixtures of all tests: real servers, started when the first test asks for one, and an empty
+ledger of each kind.
+"""
 
 import gc
 import signal
@@ -11,7 +13,16 @@ import hypothesis
 import pytest
 
 from tests.clock import LoopClock
-from tests.servers import KINDS, MEMORIES, Postgres, Redis, RedisCluster, Store, make_store, open_memory
+from tests.servers import (
+    KINDS,
+    MEMORIES,
+    Postgres,
+    Redis,
+    RedisCluster,
+    Store,
+    make_store,
+    open_memory,
+)
 from tests.size import sized
 from wirecall.ledger import memory
 from wirecall.ledger.base import Ledger
@@ -31,7 +42,9 @@ hypothesis.settings.load_profile("wirecall")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_report_to_serializable() -> Generator[None, Any, Any]:
-    """Escape lone surrogates in a report: some tests log them, and xdist sends reports between processes as UTF-8."""
+    """Escape lone surrogates in a report: some tests log them, and xdist sends reports between
+    processes as UTF-8.
+    """
 
     def escaped(value: Any) -> Any:
         if isinstance(value, str):
@@ -46,18 +59,20 @@ def pytest_report_to_serializable() -> Generator[None, Any, Any]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "long: takes seconds of its own, so it begins before the others")
+    config.addinivalue_line(
+        "markers", "long: takes seconds of its own, so it begins before the others"
+    )
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put long tests first: while the last test of a run takes its time, all other processes have nothing to do."""
+    """Run long tests first: a long test at the end of a run would leave all other processes idle."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
-    """Collect no garbage while modules are imported and tests are found: all of it stays."""
+    """Turn garbage collection off while tests are imported and collected: all objects stay alive."""
     gc.disable()
     try:
         return (yield)
@@ -66,20 +81,22 @@ def pytest_collection() -> Generator[None, Any, Any]:
 
 
 def pytest_collection_finish() -> None:
-    """Take what was imported out of the garbage collector's sight: tests that collect garbage look at their own only."""
+    """Freeze imported objects, so that a test that collects garbage scans only its own objects."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="module")
 def no_garbage() -> None:
-    """Nothing that tests of other modules dropped is open any more. A collection takes long after many tests."""
+    """Close what tests of other modules dropped. A collection takes long after many tests."""
     gc.collect()
 
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    """In place of pytest's: the path of a Unix socket has at most 107 bytes, and pytest's folders are deeper than that."""
+    """In place of pytest's: the path of a Unix socket has at most 107 bytes, and pytest's folders
+    are deeper than that.
+    """
     with TemporaryDirectory(prefix="wirecall-", ignore_cleanup_errors=True) as folder:
         yield Path(folder).resolve()
 
@@ -120,8 +137,12 @@ def postgres_server() -> Iterator[Postgres]:
 
 
 @pytest.fixture(params=KINDS)
-def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    """An empty ledger of each kind; `pytest.mark.parametrize("store", [...], indirect=True)` for some of them."""
+def store(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Store]:
+    """An empty ledger of each kind; `pytest.mark.parametrize("store", [...], indirect=True)` for
+    some of them.
+    """
     monkeypatch.setattr(memory, "open_url", open_memory)
     yield make_store(request.param, tmp_path, request.getfixturevalue)
     MEMORIES.clear()

@@ -1,14 +1,14 @@
 """Generates docs/pictures/run.svg, the states of a run, from `commands/run.py`.
 
-`python -m tests.docs_picture` writes it, and a test compares it. The places of the states are chosen here; states, events,
-arrows and colours come from the table. An arrow for every way to an end would hide the others, so a state lists the events
-that end it in its box.
+`python -m tests.docs_picture` writes it, and a test compares it. The places of the states are
+chosen here; states, events, arrows and colours come from the table. An arrow for every final
+transition would hide the others, so a state lists the events that end it in its box.
 """
 
 from pathlib import Path
 
 from tests.docs_run import transitions
-from wirecall.commands.run import NOTHING_DONE, RunEvent, RunState
+from wirecall.commands.run import NOTHING_DONE, TABLE, RunEvent, RunState
 
 PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "run.svg"
 
@@ -33,20 +33,25 @@ PLACES = {
 }
 ENDS = (RunState.RECORDING, RunState.UNDONE, RunState.DOUBTFUL)
 
-WIDTH, HEIGHT = 236, 84  # of a box
-ACROSS, DOWN = 306, 144  # from one box to the next
+# Of a box.
+WIDTH = 236
+HEIGHT = 84
+# From one box to the next.
+ACROSS = 306
+DOWN = 144
 MARGIN = 20
 
 HEAD = """\
-<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="system-ui, sans-serif" font-size="12">
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" \
+font-family="system-ui, sans-serif" font-size="12">
 <!-- made by tests/docs_picture.py -->
 <title>The states of a run of a command</title>
 <style>
-  svg {{ --paper: #ffffff; --ink: #1f2933; --line: #7b8794; --safe: #e3f4e8; --edge: #2f855a; --done: #fdf0dc; \
---rim: #b7791f }}
+  svg {{ --paper: #ffffff; --ink: #1f2933; --line: #7b8794; --safe: #e3f4e8; --edge: #2f855a; \
+--done: #fdf0dc; --rim: #b7791f }}
   @media (prefers-color-scheme: dark) {{
-    svg {{ --paper: #15191e; --ink: #e4e7eb; --line: #9aa5b1; --safe: #17351f; --edge: #68d391; --done: #3d2c10; \
---rim: #f6ad55 }}
+    svg {{ --paper: #15191e; --ink: #e4e7eb; --line: #9aa5b1; --safe: #17351f; --edge: #68d391; \
+--done: #3d2c10; --rim: #f6ad55 }}
   }}
   .paper {{ fill: var(--paper) }}
   text {{ fill: var(--ink) }}
@@ -58,27 +63,36 @@ HEAD = """\
   .event, .gap {{ text-anchor: middle }}
   .gap {{ stroke: var(--paper); stroke-width: 5px }}
 </style>
-<defs><marker id="tip" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" orient="auto"><path \
-class="tip" d="M0 0 10 5 0 10z"/></marker></defs>
+<defs><marker id="tip" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" \
+orient="auto"><path class="tip" d="M0 0 10 5 0 10z"/></marker></defs>
 <rect class="paper" width="{width}" height="{height}" rx="8"/>
 """
 
 
 def picture() -> str:
     """Return the picture as it should be."""
-    ways = transitions()
-    drawn = {pair: events for pair, events in ways.items() if pair[0] not in ENDS and pair[1] not in ENDS}
+    ways = transitions(TABLE)
+    drawn = {
+        pair: events for pair, events in ways.items() if pair[0] not in ENDS and pair[1] not in ENDS
+    }
     height = round(MARGIN * 2 + 4 * DOWN + HEIGHT + 30)
     lines = [HEAD.format(width=MARGIN * 2 + 3 * ACROSS + WIDTH, height=height)]
     lines += [arrow(a, b, events, both=(b, a) in drawn) for (a, b), events in drawn.items()]
     for state, (column, row) in PLACES.items():
-        x, y = MARGIN + column * ACROSS, MARGIN + row * DOWN
+        x = MARGIN + column * ACROSS
+        y = MARGIN + row * DOWN
         kind = "safe" if state in NOTHING_DONE else "done"
-        lines.append(f'<rect class="{kind}" x="{x}" y="{y}" width="{WIDTH}" height="{HEIGHT}" rx="6"/>\n')
+        lines.append(
+            f'<rect class="{kind}" x="{x}" y="{y}" width="{WIDTH}" height="{HEIGHT}" rx="6"/>\n'
+        )
         lines.append(f'<text class="name" x="{x + 10}" y="{y + 20}">{state.name}</text>\n')
-        ends = [(events, b) for (a, b), events in ways.items() if a is state and (a, b) not in drawn]
+        ends = [
+            (events, b) for (a, b), events in ways.items() if a is state and (a, b) not in drawn
+        ]
         for number, (events, end) in enumerate(ends):
-            lines.append(f'<text x="{x + 10}" y="{y + 38 + 15 * number}">{names(events)} → {end.name}</text>\n')
+            lines.append(
+                f'<text x="{x + 10}" y="{y + 38 + 15 * number}">{names(events)} → {end.name}</text>\n'
+            )
     y = height - MARGIN - 14
     for x, kind, text in (
         (MARGIN, "safe", "nothing is done: the caller gets ran: “no”"),
@@ -90,19 +104,28 @@ def picture() -> str:
 
 
 def arrow(a: RunState, b: RunState, events: list[RunEvent], *, both: bool) -> str:
-    """Return the arrow between two boxes; if there is one for each direction, they lie side by side."""
+    """Return the arrow between two boxes; if there is one for each direction, they lie side by
+    side.
+    """
     (from_x, from_y), (to_x, to_y) = (middle(state) for state in (a, b))
-    across, down = to_x - from_x, to_y - from_y
+    across = to_x - from_x
+    down = to_y - from_y
     length = (across**2 + down**2) ** 0.5
-    # The line between the middles, cut off where it leaves the first box and where it enters the second one.
+    # The line between the middles, cut off where it leaves the first box and where it enters the
+    # second one.
     cut = min(WIDTH / 2 / abs(across) if across else 1.0, HEIGHT / 2 / abs(down) if down else 1.0)
     aside = 22 if both else 0
-    shift_x, shift_y = -down / length * aside, across / length * aside
+    shift_x = -down / length * aside
+    shift_y = across / length * aside
     points = [from_x + across * cut, from_y + down * cut, to_x - across * cut, to_y - down * cut]
-    x1, y1, x2, y2 = (round(value + (shift_y if odd % 2 else shift_x)) for odd, value in enumerate(points))
-    # On a slanted arrow the text is near its beginning: there it does not meet the texts of arrows that cross it.
+    x1, y1, x2, y2 = (
+        round(value + (shift_y if odd % 2 else shift_x)) for odd, value in enumerate(points)
+    )
+    # On a slanted arrow the label is near the start, where it does not collide with labels of
+    # crossing arrows.
     share = 0.5 if not across or not down else 0.32
-    x, y = round(x1 + (x2 - x1) * share), round(y1 + (y2 - y1) * share) + (-7 if not down else 4)
+    x = round(x1 + (x2 - x1) * share)
+    y = round(y1 + (y2 - y1) * share) + (-7 if not down else 4)
     text = f'x="{x}" y="{y}">{names(events)}</text>\n'
     # A thick outline of the text in the colour of the paper interrupts the line behind it.
     return f'<path class="way" d="M{x1} {y1} {x2} {y2}"/>\n<text class="gap" {text}<text class="event" {text}'

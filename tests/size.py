@@ -1,6 +1,8 @@
-"""How much the long tests do: kills, races and models are small in `make test`, and whole in `make test SIZE=full`.
+"""How much the long tests do: kills, races and models are small in `make test`, and whole in `make
+test SIZE=full`.
 
-The small ones meet the same code with the same checks; they take fewer examples, or a random part of the cases.
+The small ones meet the same code with the same checks; they take fewer examples, or a random part
+of the cases.
 """
 
 import os

@@ -1,10 +1,12 @@
 """Every example in README and docs is run, and its shown output compared.
 
-`python` blocks of a page run one after another in one namespace; `pycon` blocks are doctests in the same namespace; in
-`console` blocks, each `$ command` is run by a shell and what is shown below it is what it prints.
+`python` blocks of a page run one after another in one namespace; `pycon` blocks are doctests in the
+same namespace; in `console` blocks, each `$ command` is run by a shell and what is shown below it
+is what it prints.
 """
 
 import doctest
+import gc
 import logging
 import os
 import re
@@ -17,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests import docs_errors, docs_picture, docs_run
+from tests import docs_errors, docs_gateway, docs_picture, docs_rules, docs_run, docs_tests
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
@@ -29,15 +31,29 @@ TOO_LARGE = ("make ",)
 
 @pytest.fixture
 def quiet() -> Iterator[None]:
-    """A page may set up logging; the next test must not hear of it."""
-    logger = logging.getLogger("wirecall")
-    handlers, level = list(logger.handlers), logger.level
+    """Undo the logging that a page has set up, before the next test.
+
+    A page has cycles, so its handlers and their filters remain until the collector has run.
+    """
+    before = {logger: (logger.level, list(logger.handlers)) for logger in all_loggers()}
     yield
-    logger.handlers[:] = handlers
-    logger.setLevel(level)
+    for logger in all_loggers():
+        if logger in before:
+            level, handlers = before[logger]
+            logger.setLevel(level)
+            logger.handlers[:] = handlers
+        else:
+            logger.handlers.clear()
+    gc.collect()
 
 
-# jsonrpcserver, which a guide compares with wirecall, reads its schema in a deprecated way when it is imported.
+def all_loggers() -> list[logging.Logger]:
+    known = logging.Logger.manager.loggerDict.values()
+    return [logging.getLogger(), *(each for each in known if isinstance(each, logging.Logger))]
+
+
+# jsonrpcserver, which a guide compares with wirecall, reads its schema in a deprecated way when it
+# is imported.
 @pytest.mark.filterwarnings("ignore:(read|open)_text is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("page", PAGES)
 @pytest.mark.usefixtures("quiet")
@@ -59,7 +75,7 @@ def test_examples(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def check_session(code: str, page: str, namespace: dict[str, Any]) -> None:
     session = doctest.DocTestParser().get_doctest(code, namespace, page, page, 0)
-    session.globs = namespace  # not a copy: later blocks go on with the names of this one
+    session.globs = namespace  # not a copy: later blocks use the names of this one
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     report: list[str] = []
     runner.run(session, out=report.append, clear_globs=False)
@@ -68,30 +84,61 @@ def check_session(code: str, page: str, namespace: dict[str, Any]) -> None:
 
 
 def check_console(code: str) -> None:
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
     for command, expected in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", code, re.MULTILINE):
         if command.startswith(TOO_LARGE):
             continue
-        run = subprocess.run(command, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        run = subprocess.run(
+            command,
+            shell=True,
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert run.stdout == expected, run.stderr
 
 
-def test_the_tests_that_the_page_about_testing_shows_pass(tmp_path: Path) -> None:
-    blocks = [code for language, code in BLOCK.findall((ROOT / "docs" / "testing.md").read_text()) if language == "python"]
+def test_testing_page_shows_tests_that_pass(tmp_path: Path) -> None:
+    blocks = [
+        code
+        for language, code in BLOCK.findall((ROOT / "docs" / "testing.md").read_text())
+        if language == "python"
+    ]
     (tmp_path / "test_shop.py").write_text("\n".join(blocks))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "test_shop.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        os.devnull,
+        "test_shop.py",
+    ]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert "1 passed" in run.stdout, run.stdout + run.stderr
+    assert "3 passed" in run.stdout, run.stdout + run.stderr
 
 
-def test_the_proxy_passes_the_metadata_on_that_a_client_without_a_token_reads() -> None:
-    passed = re.findall(r"location \^~ (\S+) \{\s+proxy_pass", (ROOT / "deploy" / "nginx.conf").read_text())
+def test_proxy_forwards_the_metadata_that_a_client_without_a_token_reads() -> None:
+    passed = re.findall(
+        r"location \^~ (\S+) \{\s+proxy_pass", (ROOT / "deploy" / "nginx.conf").read_text()
+    )
     assert passed == ["/.well-known/oauth-protected-resource"]
 
 
-def test_every_page_is_in_the_index() -> None:
+def test_index_has_every_page() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
-    assert all(f"({path.name})" in index for path in (ROOT / "docs").glob("*.md") if path.name != "index.md")
+    assert all(
+        f"({path.name})" in index
+        for path in (ROOT / "docs").glob("*.md")
+        if path.name != "index.md"
+    )
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -100,34 +147,56 @@ def test_links_lead_somewhere(page: str) -> None:
         assert ((ROOT / page).parent / target).exists(), target
 
 
-def test_the_page_of_errors_is_the_one_that_errors_py_makes() -> None:
+def test_errors_page_is_up_to_date() -> None:
     assert docs_errors.PAGE.read_text() == docs_errors.page(), "run: python -m tests.docs_errors"
 
 
-def test_the_states_of_a_run_are_those_of_the_table() -> None:
+def test_docs_rules_page_has_every_cited_rule_and_its_tests() -> None:
+    assert docs_rules.PAGE.read_text() == docs_rules.page(), "run: python -m tests.docs_rules"
+
+
+def test_docs_tests_page_leads_to_every_test_module() -> None:
+    assert docs_tests.PAGE.read_text() == docs_tests.page(), "run: python -m tests.docs_tests"
+
+
+def test_states_of_runs_and_receipts_are_up_to_date() -> None:
     assert docs_run.PAGE.read_text() == docs_run.page(), "run: python -m tests.docs_run"
 
 
-def test_the_picture_of_a_run_is_that_of_the_table() -> None:
-    assert docs_picture.PICTURE.read_text() == docs_picture.picture(), "run: python -m tests.docs_picture"
+def test_docs_explain_every_setting_of_a_gateway() -> None:
+    assert docs_gateway.PAGE.read_text() == docs_gateway.page(), "run: python -m tests.docs_gateway"
 
 
-@pytest.mark.parametrize("name", ["architecture", "batch"])
-def test_the_other_pictures_are_those_of_their_script(name: str) -> None:
+def test_picture_of_a_run_is_up_to_date() -> None:
+    assert docs_picture.PICTURE.read_text() == docs_picture.picture(), (
+        "run: python -m tests.docs_picture"
+    )
+
+
+@pytest.mark.parametrize("name", ["architecture", "batch", "references"])
+def test_other_pictures_are_up_to_date(name: str) -> None:
     script = ROOT / "docs" / "pictures" / "draw.py"
-    assert script.with_name(f"{name}.svg").read_text() == runpy.run_path(str(script))[name](), f"run: python {script}"
+    assert script.with_name(f"{name}.svg").read_text() == runpy.run_path(str(script))[name](), (
+        f"run: python {script}"
+    )
 
 
-def test_every_picture_has_a_text_and_a_dark_scheme() -> None:
+def test_pictures_have_an_alt_text_and_a_dark_scheme() -> None:
     pages = [(ROOT / page).read_text() for page in PAGES]
-    shown = [(text, name) for page in pages for text, name in re.findall(r"!\[(.*?)\]\((?:docs/)?(pictures/\S+)\)", page)]
-    assert {name for _, name in shown} == {f"pictures/{path.name}" for path in (ROOT / "docs" / "pictures").glob("*.svg")}
+    shown = [
+        (text, name)
+        for page in pages
+        for text, name in re.findall(r"!\[(.*?)\]\((?:docs/)?(pictures/\S+)\)", page)
+    ]
+    assert {name for _, name in shown} == {
+        f"pictures/{path.name}" for path in (ROOT / "docs" / "pictures").glob("*.svg")
+    }
     for text, name in shown:
         assert len(text) > 20, name
         assert "prefers-color-scheme: dark" in (ROOT / "docs" / name).read_text(), name
 
 
-def test_every_member_of_a_context_is_explained() -> None:
+def test_docs_explain_every_member_of_a_context() -> None:
     from wirecall import Context
 
     page = (ROOT / "docs" / "context.md").read_text()
@@ -135,16 +204,18 @@ def test_every_member_of_a_context_is_explained() -> None:
     assert sorted(explained) == [name for name in dir(Context) if not name.startswith("_")]
 
 
-def test_every_field_of_limits_is_explained() -> None:
+def test_docs_explain_every_field_of_limits() -> None:
     from wirecall import Limits
 
     page = (ROOT / "docs" / "operating.md").read_text()
     assert all(f"| `{field}` |" in page for field in Limits.__struct_fields__)
 
 
-def test_every_term_of_a_command_is_explained() -> None:
+def test_docs_explain_every_term_of_a_command() -> None:
     from wirecall.server.method import Terms
 
     page = (ROOT / "docs" / "commands.md").read_text()
-    assert all(f"| `{field}` |" in page for field in Terms.__struct_fields__ if field != "reconcile")
+    assert all(
+        f"| `{field}` |" in page for field in Terms.__struct_fields__ if field != "reconcile"
+    )
     assert "reconcile=" in page

@@ -13,6 +13,7 @@ from tests.mcp.asgi import Exchange
 from tests.servers import Postgres
 from wirecall import RpcError, connect, jsonrpc
 from wirecall.errors import KeyConflict
+from wirecall.gateway.settings import load_settings
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -20,12 +21,14 @@ EXAMPLES = ROOT / "examples"
 
 def run(*command: str, given: str = "") -> str:
     program = [sys.executable, *command]
-    done = subprocess.run(program, input=given, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    done = subprocess.run(
+        program, input=given, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_there_is_a_test_for_each() -> None:
+def test_examples_have_a_test_each() -> None:
     tested = {
         "hello",
         "shop",
@@ -33,6 +36,9 @@ def test_there_is_a_test_for_each() -> None:
         "demo",
         "payments_postgres",
         "agents",
+        "agent_batch",
+        "notes_server",
+        "impatient",
         "render",
         "pools",
         "fastapi_mount",
@@ -41,20 +47,59 @@ def test_there_is_a_test_for_each() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == tested
 
 
+def test_gateway_file_is_valid_and_shows_each_kind_of_upstream() -> None:
+    settings = load_settings(EXAMPLES / "gateway.toml", {})
+    assert [each.name for each in settings.upstreams] == ["github", "linear", "browser"]
+    assert settings.is_single_user
+
+
 def test_hello() -> None:
     call = '{"jsonrpc":"2.0","method":"sum","params":[1,2,3],"id":1}\n'
-    assert run("-m", "wirecall", "send", "examples/hello.py", given=call) == '{"jsonrpc":"2.0","result":6,"id":1}\n'
+    assert (
+        run("-m", "wirecall", "send", "examples/hello.py", given=call)
+        == '{"jsonrpc":"2.0","result":6,"id":1}\n'
+    )
 
 
 def test_shop() -> None:
-    assert run("-m", "wirecall", "call", "examples/shop.py", "price", "sku=tea", "--json").startswith(
-        '{"ok":true,"result":450'
-    )
+    assert run(
+        "-m", "wirecall", "call", "examples/shop.py", "price", "sku=tea", "--json"
+    ).startswith('{"ok":true,"result":450')
 
 
 def test_agents() -> None:
     assert run("examples/agents.py").splitlines() == [
         "the answer is lost: Request 'tools/call' timed out",
+        "the same call again: order 7, parcel 1",
+        "another one: order 7, parcel 2",
+        "parcels: 2",
+    ]
+
+
+def test_agent_batch() -> None:
+    assert run("examples/agent_batch.py").splitlines() == [
+        "tools: find_orders charge letter charges batch",
+        "letter: Thank you! Your receipt is R-7-450.",
+    ]
+
+
+def test_agents_names_the_package_that_it_needs() -> None:
+    """README sends no reader there without it."""
+    program = (
+        "import sys; sys.modules['mcp'] = None; import runpy; runpy.run_path('examples/agents.py')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert (done.returncode, done.stderr) == (
+        1,
+        "This example needs the official SDK: pip install mcp\n",
+    )
+
+
+def test_impatient() -> None:
+    assert run("examples/impatient.py").splitlines() == [
+        "the answer is lost: timed out",
         "the same call again: order 7, parcel 1",
         "another one: order 7, parcel 2",
         "parcels: 2",
@@ -83,6 +128,11 @@ def test_demo() -> None:
     shown = run("examples/demo.py")
     assert shown.endswith("\nall answers as they should be\n")
     assert "after 3 attempts, replayed from the ledger" in shown
+    assert "3 attempts: a proxy cut the first two connections" in shown
+    assert "ship again    order 7, parcel 1" in shown
+    assert "-: the call had a key" in shown
+    assert "charges       1  nothing was done twice" in shown
+    assert "tools         ['add_note', 'process']  still there" in shown
     assert "\x1b" not in shown or "FORCE_COLOR" in os.environ
 
 
@@ -101,7 +151,12 @@ async def test_payments_are_made_once_with_their_record(postgres_server: Postgre
             await client.call("pay", {**paid, "cents": 1}, key="p-1")
         assert await client.call("deposit", {"account": "bob", "cents": 0}, key="d-3") == 601
         async with connect(app, protocol="mcp") as agent:  # clients of MCP have no keys
-            assert await agent.call_tool("deposit", {"account": "bob", "cents": 9}, key=False, type=int) == 610
+            assert (
+                await agent.call_tool(
+                    "deposit", {"account": "bob", "cents": 9}, key=False, type=int
+                )
+                == 610
+            )
 
 
 async def test_pools(postgres_server: Postgres) -> None:
@@ -111,7 +166,8 @@ async def test_pools(postgres_server: Postgres) -> None:
         assert await client.call("articles.price", {"sku": "tea"}) == 450
         with pytest.raises(RpcError, match="more than 0 cents"):
             await client.call("articles.reprice", {"sku": "tea", "cents": -1}, key="r-2")
-        assert await client.call("articles.price", {"sku": "tea"}) == 450  # the write was rolled back
+        # The write was rolled back.
+        assert await client.call("articles.price", {"sku": "tea"}) == 450
         with pytest.raises(RpcError, match="there is no article 'milk'"):
             await client.call("articles.price", {"sku": "milk"})
 
@@ -122,5 +178,7 @@ async def test_fastapi_mount() -> None:
     async with asyncio.timeout(60), web.router.lifespan_context(web):
         home = Exchange(web, "GET", local, path="/")
         assert await home.json() == {"rpc": "/shop/rpc", "mcp": "/shop/mcp"}
-        asked = Exchange(web, "POST", local, jsonrpc.make_request("price", {"sku": "tea"}, 1), path="/shop/rpc")
+        asked = Exchange(
+            web, "POST", local, jsonrpc.make_request("price", {"sku": "tea"}, 1), path="/shop/rpc"
+        )
         assert await asked.json() == {"jsonrpc": "2.0", "result": 450, "id": 1}

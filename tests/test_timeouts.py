@@ -1,14 +1,17 @@
-"""Time limits with one timer for many blocks: they end what `asyncio.timeout` would end, and nothing else."""
+"""Time limits with one timer for many blocks: they end what `asyncio.timeout` would end, and
+nothing else.
+"""
 
 import asyncio
 
 import pytest
 
-from wirecall.stepping import Timeouts
+from wirecall.aio import Timeouts
 
 
-async def test_a_block_that_takes_longer_ends_and_the_others_go_on() -> None:
-    timeouts, ended = Timeouts(), asyncio.Event()
+async def test_block_that_takes_longer_ends_and_the_others_continue() -> None:
+    timeouts = Timeouts()
+    ended = asyncio.Event()
 
     async def short() -> None:
         with pytest.raises(TimeoutError), timeouts.within(0.001):
@@ -27,7 +30,7 @@ async def test_a_block_that_takes_longer_ends_and_the_others_go_on() -> None:
     assert task is not None and task.cancelling() == 0
 
 
-async def test_the_timer_serves_blocks_that_began_after_it_was_set() -> None:
+async def test_timer_serves_blocks_that_began_after_it_was_set() -> None:
     timeouts = Timeouts()
     with timeouts.within(0.001):
         pass
@@ -36,14 +39,15 @@ async def test_the_timer_serves_blocks_that_began_after_it_was_set() -> None:
             await asyncio.Event().wait()
 
 
-async def test_a_limit_that_stands_still_does_not_end_its_block_until_it_moves() -> None:
-    timeouts, moved = Timeouts(), False
+async def test_paused_limit_does_not_end_its_block_until_it_moves() -> None:
+    timeouts = Timeouts()
+    moved = False
 
     async def block() -> None:
         nonlocal moved
         with timeouts.within(0.001) as limit:
             limit.move(None)
-            with pytest.raises(TimeoutError), timeouts.within(0.002):  # rings after the first moment
+            with pytest.raises(TimeoutError), timeouts.within(0.002):  # fires after the first limit
                 await asyncio.Event().wait()
             moved = True
             limit.move(asyncio.get_running_loop().time())
@@ -54,8 +58,9 @@ async def test_a_limit_that_stands_still_does_not_end_its_block_until_it_moves()
     assert moved
 
 
-async def test_a_cancel_by_others_is_not_a_timeout() -> None:
-    timeouts, begun = Timeouts(), asyncio.Event()
+async def test_cancel_from_outside_is_not_a_timeout() -> None:
+    timeouts = Timeouts()
+    begun = asyncio.Event()
 
     async def block() -> None:
         with timeouts.within(3600):
@@ -69,8 +74,9 @@ async def test_a_cancel_by_others_is_not_a_timeout() -> None:
         await task
 
 
-async def test_a_cancel_by_others_beside_a_timeout_stays_a_cancel() -> None:
-    timeouts, begun = Timeouts(), asyncio.Event()
+async def test_cancel_from_outside_during_a_timeout_remains_a_cancel() -> None:
+    timeouts = Timeouts()
+    begun = asyncio.Event()
 
     async def block() -> None:
         with timeouts.within(3600) as limit:
@@ -78,7 +84,7 @@ async def test_a_cancel_by_others_beside_a_timeout_stays_a_cancel() -> None:
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
-                limit.expire()  # in the same turn
+                limit.expire()  # in the same iteration of the loop
                 raise
 
     task = asyncio.create_task(block())
@@ -88,7 +94,7 @@ async def test_a_cancel_by_others_beside_a_timeout_stays_a_cancel() -> None:
         await task
 
 
-def test_one_event_loop_after_another() -> None:
+def test_timeouts_work_in_one_event_loop_after_another() -> None:
     timeouts = Timeouts()
 
     async def block() -> None:
@@ -101,6 +107,6 @@ def test_one_event_loop_after_another() -> None:
         asyncio.run(block())
 
 
-async def test_an_error_of_the_block_passes_through() -> None:
+async def test_error_of_the_block_propagates() -> None:
     with pytest.raises(ZeroDivisionError), Timeouts().within(3600):
         raise ZeroDivisionError

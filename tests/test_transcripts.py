@@ -1,6 +1,8 @@
-"""The transcripts: what is sent (`-->`) and what must come back (`<--`, nothing at all where it is empty).
+"""The transcripts: what is sent (`-->`) and what must come back (`<--`, nothing at all where it is
+empty).
 
-`<--` compares JSON values; members of `error.data` beyond the ones written down are welcome. `<==` compares bytes.
+`<--` compares JSON values; members of `error.data` beyond the ones written down are welcome. `<==`
+compares bytes.
 """
 
 import json
@@ -29,14 +31,20 @@ def exchanges(name: str) -> Iterator[Exchange]:
 
 
 def agrees(expected: Any, actual: Any) -> bool:
-    """Equal, but for members of an error's data that the transcript does not speak of."""
+    """Equal, but for members of an error's data that the transcript does not mention."""
     if isinstance(expected, list) and isinstance(actual, list):
         return len(expected) == len(actual) and all(map(agrees, expected, actual))
     if isinstance(expected, dict) and isinstance(actual, dict) and "error" in expected:
-        wanted, got = dict(expected["error"]), dict(actual.get("error", {}))
-        told, given = wanted.pop("data", {}), got.pop("data", {})
+        wanted = dict(expected["error"])
+        got = dict(actual.get("error", {}))
+        told = wanted.pop("data", {})
+        given = got.pop("data", {})
         got_told = {name: given.get(name) for name in told}
-        return wanted == got and told == got_told and {**expected, "error": 0} == {**actual, "error": 0}
+        return (
+            wanted == got
+            and told == got_told
+            and {**expected, "error": 0} == {**actual, "error": 0}
+        )
     return bool(expected == actual) and type(expected) is type(actual)
 
 
@@ -117,16 +125,20 @@ def shop(mode: Any) -> App:
     return app
 
 
-def test_the_specification_s_own_examples() -> None:
+def test_specification_examples() -> None:
     replay("specification", arithmetic().handle_sync)
 
 
-def test_the_specification_s_own_examples_by_dispatch_line() -> None:
+def test_specification_examples_by_dispatch_line() -> None:
     """J3: the same answers from a plain callable, without an App."""
 
     def handler(method: str, params: Any) -> Any:
         if method == "subtract":
-            return params[0] - params[1] if isinstance(params, list) else params["minuend"] - params["subtrahend"]
+            return (
+                params[0] - params[1]
+                if isinstance(params, list)
+                else params["minuend"] - params["subtrahend"]
+            )
         if method == "sum":
             return sum(params or [])
         if method == "get_data":

@@ -1,4 +1,6 @@
-"""Authorization on the server: a shop whose methods ask for scopes, and tokens of every kind for it."""
+"""Authorization on the server: a shop whose methods ask for scopes, and tokens of every kind for
+it.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -26,7 +28,10 @@ class Clock:
 
 
 def make_shop(access: Access, **options: Any) -> App:
-    """Return an app with something of every kind that can ask for scopes. `ran` in its state has the calls that ran."""
+    """Return an app with something of every kind that can ask for scopes.
+
+    `ran` in its state has the calls that ran.
+    """
     app = App("shop", auth=access, extensions={"com.example/loyalty": {}}, **options)
 
     @app.query
@@ -85,16 +90,32 @@ def ran(app: App) -> list[str]:
 class Shop:
     """The shop, its authorization server, and requests to it."""
 
-    def __init__(self, *, clock: Clock | None = None, scopes: Sequence[str] = (), **options: Any) -> None:
+    def __init__(
+        self, *, clock: Clock | None = None, scopes: Sequence[str] = (), **options: Any
+    ) -> None:
         self.clock = clock or Clock()
         self.issuer = AuthorizationServer(clock=self.clock)
-        jwt = Jwt(self.issuer.issuer, resource=RESOURCE, jwks=self.issuer.jwks, scopes=scopes, clock=self.clock)
-        more = {name: options.pop(name) for name in ("hierarchy", "hide", "name", "title") if name in options}
-        self.app = make_shop(Access(jwt, clock=self.clock, **more), hosts=["api.example.com"], **options)
+        jwt = Jwt(
+            self.issuer.issuer,
+            resource=RESOURCE,
+            jwks=self.issuer.jwks,
+            scopes=scopes,
+            clock=self.clock,
+        )
+        more = {
+            name: options.pop(name)
+            for name in ("hierarchy", "hide", "name", "title")
+            if name in options
+        }
+        self.app = make_shop(
+            Access(jwt, clock=self.clock, **more), hosts=["api.example.com"], **options
+        )
         self.server: HttpServer = self.app.asgi()
 
     def token(self, scopes: str = "", subject: str | None = "alice", **claims: Any) -> str:
-        return self.issuer.token(subject, resource=claims.pop("resource", RESOURCE), scopes=scopes, **claims)
+        return self.issuer.token(
+            subject, resource=claims.pop("resource", RESOURCE), scopes=scopes, **claims
+        )
 
     async def ask(
         self,
@@ -106,10 +127,21 @@ class Shop:
     ) -> "Told":
         """Send one request, as JSON, and return its answer."""
         given = [*(headers.items() if isinstance(headers, Mapping) else headers)]
-        fields = [*BASIC.items(), *([("authorization", f"Bearer {token}")] if token is not None else []), *given]
+        fields = [
+            *BASIC.items(),
+            *([("authorization", f"Bearer {token}")] if token is not None else []),
+            *given,
+        ]
         names = {name for name, _ in given}
-        fields = [(name, value) for name, value in BASIC.items() if name not in names] + fields[len(BASIC) :]
-        body = b"" if message is None else message if isinstance(message, bytes) else json.dumps(message).encode()
+        fields = [(name, value) for name, value in BASIC.items() if name not in names] + fields[
+            len(BASIC) :
+        ]
+        if message is None:
+            body = b""
+        elif isinstance(message, bytes):
+            body = message
+        else:
+            body = json.dumps(message).encode()
         exchange = await Exchange(self.server, method, fields, body, path).started()
         answer = Told(exchange.status, dict(exchange.headers), await exchange.read())
         await exchange.close()
@@ -117,10 +149,16 @@ class Shop:
 
     async def rpc(self, token: str | None, message: Any, **headers: str) -> "Told":
         return await self.ask(
-            "POST", "/rpc", token, message, {name.replace("_", "-"): each for name, each in headers.items()}
+            "POST",
+            "/rpc",
+            token,
+            message,
+            {name.replace("_", "-"): each for name, each in headers.items()},
         )
 
-    async def mcp(self, token: str | None, method: str, params: Any = None, capabilities: Any = None) -> "Told":
+    async def mcp(
+        self, token: str | None, method: str, params: Any = None, capabilities: Any = None
+    ) -> "Told":
         """Send one request of 2026-07-28."""
         message = enveloped(method, params, capabilities=capabilities)
         return await self.ask("POST", "/mcp", token, message, repeated(message, R5))
@@ -144,4 +182,9 @@ class Told:
 
 
 def call(method: str, params: Any = None, id: Any = 1) -> dict[str, Any]:
-    return {"jsonrpc": "2.0", "id": id, "method": method, **({} if params is None else {"params": params})}
+    return {
+        "jsonrpc": "2.0",
+        "id": id,
+        "method": method,
+        **({} if params is None else {"params": params}),
+    }

@@ -1,6 +1,8 @@
-"""An authorization server of Authlib, over HTTP on the loopback: its own grants, endpoints and signatures.
+"""An authorization server of Authlib, over HTTP on the loopback: its own grants, endpoints and
+signatures.
 
-Authlib leaves the storage and HTTP to its users, so only these are written here. Every user agrees at once.
+Authlib leaves the storage and HTTP to its users, so only these are written here. Every user agrees
+at once.
 """
 
 import time
@@ -28,7 +30,7 @@ METHODS = ["none", "client_secret_basic", "client_secret_post"]
 SCOPES = ["prices:read", "orders:write"]
 RESOURCE_SERVER = "shop-server"  # the client that may introspect tokens
 
-# --- what is stored -------------------------------------------------------------------------------------------------
+# --- what is stored -------------------------------------------------------------------------------
 
 
 class User(Struct, frozen=True):
@@ -121,7 +123,7 @@ class Token(Struct, TokenMixin):
         return self.revoked
 
 
-# --- grants and endpoints -------------------------------------------------------------------------------------------
+# --- grants and endpoints -------------------------------------------------------------------------
 
 
 class CodeGrant(grants.AuthorizationCodeGrant):
@@ -219,13 +221,15 @@ class Registering(ClientRegistrationEndpoint):
         found: dict[str, Any] = self.server.metadata()
         return found
 
-    def save_client(self, client_info: dict[str, Any], client_metadata: dict[str, Any], request: Any) -> Client:
+    def save_client(
+        self, client_info: dict[str, Any], client_metadata: dict[str, Any], request: Any
+    ) -> Client:
         made = Client(client_info["client_id"], client_info["client_secret"], client_metadata)
         self.server.clients[made.client_id] = made
         return made
 
 
-# --- HTTP -----------------------------------------------------------------------------------------------------------
+# --- HTTP -----------------------------------------------------------------------------------------
 
 
 class Payload(OAuth2Payload):
@@ -245,10 +249,16 @@ class Request(OAuth2Request):
     """A request as Authlib reads it."""
 
     def __init__(
-        self, method: str, url: str, headers: Mapping[str, str], query: dict[str, str], form: dict[str, str]
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        query: dict[str, str],
+        form: dict[str, str],
     ) -> None:
         super().__init__(method, url, headers=headers)
-        self._query, self._form = query, form
+        self._query = query
+        self._form = form
         self.payload = Payload({**query, **form})
 
     @property
@@ -270,24 +280,32 @@ class Reply(Struct):
 
 
 class Server(AuthorizationServer):
-    """The authorization server, while it is open. Its tokens are JWTs (RFC 9068), or opaque ones for introspection."""
+    """The authorization server, while it is open.
+
+    Its tokens are JWTs (RFC 9068), or opaque ones for introspection.
+    """
 
     def __init__(self, *, opaque: bool = False) -> None:
         super().__init__(scopes_supported=SCOPES)
         self.issuer = ""
-        self.audience = ""  # of all tokens: Authlib does not read the parameter `resource` (RFC 8707)
+        # Of all tokens: Authlib does not read the parameter `resource` (RFC 8707).
+        self.audience = ""
         self.lifetime = 3600
         self.user = User("alice")
         self.clients: dict[str, Client] = {}
         self.codes: dict[str, Code] = {}
         self.tokens: list[Token] = []
         self.asked: list[tuple[str, dict[str, str]]] = []  # path, and query or form
-        self.keys = KeySet([ECKey.generate_key("P-256", {"kid": "one", "use": "sig", "alg": "ES256"})])
+        self.keys = KeySet(
+            [ECKey.generate_key("P-256", {"kid": "one", "use": "sig", "alg": "ES256"})]
+        )
         self.is_opaque = opaque
-        self.methods = METHODS  # by which clients authenticate at the token endpoint
+        self.methods = METHODS  # how clients authenticate at the token endpoint
         self._runner: web.AppRunner | None = None
 
-    def add_client(self, client_id: str, secret: str, method: str, *grant_types: str, redirect_uri: str = "") -> None:
+    def add_client(
+        self, client_id: str, secret: str, method: str, *grant_types: str, redirect_uri: str = ""
+    ) -> None:
         """Add a client, as an administrator does."""
         metadata = {
             "token_endpoint_auth_method": method,
@@ -299,7 +317,9 @@ class Server(AuthorizationServer):
         self.clients[client_id] = Client(client_id, secret, metadata)
 
     def find(self, token: str) -> Token | None:
-        return next((each for each in self.tokens if token in (each.access_token, each.refresh_token)), None)
+        return next(
+            (each for each in self.tokens if token in (each.access_token, each.refresh_token)), None
+        )
 
     def metadata(self) -> dict[str, Any]:
         """Return the metadata, valid by Authlib's own rules (RFC 8414)."""
@@ -314,7 +334,11 @@ class Server(AuthorizationServer):
                 "jwks_uri": f"{self.issuer}/jwks",
                 "scopes_supported": SCOPES,
                 "response_types_supported": ["code"],
-                "grant_types_supported": ["authorization_code", "refresh_token", "client_credentials"],
+                "grant_types_supported": [
+                    "authorization_code",
+                    "refresh_token",
+                    "client_credentials",
+                ],
                 "token_endpoint_auth_methods_supported": self.methods,
                 "code_challenge_methods_supported": ["S256"],
                 "authorization_response_iss_parameter_supported": True,
@@ -351,7 +375,9 @@ class Server(AuthorizationServer):
             return self.lifetime
 
         opaque = BearerTokenGenerator(random, random, lifetime)
-        self.register_token_generator("default", opaque if self.is_opaque else Jwts(issuer, "ES256", random, lifetime))
+        self.register_token_generator(
+            "default", opaque if self.is_opaque else Jwts(issuer, "ES256", random, lifetime)
+        )
         self.register_grant(CodeGrant, [CodeChallenge(required=True)])
         self.register_grant(RefreshGrant)
         self.register_grant(CredentialsGrant)
@@ -364,7 +390,10 @@ class Server(AuthorizationServer):
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         assert self._runner is not None
         await self._runner.cleanup()
@@ -396,7 +425,7 @@ class Server(AuthorizationServer):
         fields = {**reply.headers, **({"Location": reply.location} if reply.location else {})}
         return web.Response(status=reply.status, body=reply.body, headers=fields)
 
-    # --- what Authlib asks for ---------------------------------------------------------------------------------------
+    # --- what Authlib asks for --------------------------------------------------------------------
 
     def query_client(self, client_id: str) -> Client | None:
         return self.clients.get(client_id)

@@ -1,4 +1,6 @@
-"""Tokens of another project's authorization server, Authlib's: our client gets them, and our server judges them."""
+"""Tokens of another project's authorization server, Authlib's: our client gets them, and our server
+judges them.
+"""
 
 import asyncio
 import json
@@ -41,21 +43,31 @@ async def opaque() -> AsyncIterator[Server]:
 
 
 def shop(issuer: Server) -> Callable[[str], App]:
-    """Return what makes the app at an address. It judges tokens by the keys of the issuer, or asks about each."""
+    """Return what makes the app at an address.
+
+    It verifies tokens with the issuer's keys, or by introspection.
+    """
 
     def make(url: str) -> App:
         issuer.audience = f"{url}/mcp"
         common: dict[str, Any] = {"resource": issuer.audience, "scopes": "prices:read"}
         auth: Jwt | Introspection = Jwt(issuer.issuer, **common)
         if issuer.is_opaque:
-            place, secret = f"{issuer.issuer}/introspect", issuer.clients[RESOURCE_SERVER].secret
-            auth = Introspection(place, RESOURCE_SERVER, secret, issuer=issuer.issuer, keeps=0, **common)
+            place = f"{issuer.issuer}/introspect"
+            secret = issuer.clients[RESOURCE_SERVER].secret
+            auth = Introspection(
+                place, RESOURCE_SERVER, secret, issuer=issuer.issuer, keeps=0, **common
+            )
         app = App("shop", auth=auth)
 
         @app.tool
         def whoami(ctx: Context) -> dict[str, Any]:
             assert ctx.identity is not None
-            return {"caller": ctx.caller, "client": ctx.identity.client, "scopes": sorted(ctx.identity.scopes)}
+            return {
+                "caller": ctx.caller,
+                "client": ctx.identity.client,
+                "scopes": sorted(ctx.identity.scopes),
+            }
 
         @app.tool(scopes="orders:write")
         def order() -> str:
@@ -78,14 +90,18 @@ def paths(issuer: Server) -> list[str]:
 
 
 @pytest.mark.parametrize("method", ["client_secret_basic", "client_secret_post"])
-async def test_a_program_gets_a_token_that_the_server_accepts(issuer: Server, method: str) -> None:
+async def test_program_gets_a_token_that_the_server_accepts(issuer: Server, method: str) -> None:
     issuer.add_client("robot", SECRET, method, "client_credentials")
     issuer.methods = [method]
     async with served(shop(issuer)) as url:
         way = ClientCredentials("robot", secret=SECRET, issuer=issuer.issuer)
         async with connect(f"{url}/mcp", protocol="mcp", auth=way) as calls:
             told = await whoami(calls)
-            assert told == {"caller": f"{issuer.issuer} robot", "client": "robot", "scopes": ["prices:read"]}
+            assert told == {
+                "caller": f"{issuer.issuer} robot",
+                "client": "robot",
+                "scopes": ["prices:read"],
+            }
             assert (await calls.call_tool("order")).text == "ordered"
     assert paths(issuer) == ["/token", "/token"]
     assert [form["scope"].split() for path, form in issuer.asked if path == "/token"] == [
@@ -95,7 +111,7 @@ async def test_a_program_gets_a_token_that_the_server_accepts(issuer: Server, me
 
 
 @pytest.mark.parametrize("known", ["registered", "preset"])
-async def test_a_person_logs_in_and_the_server_knows_the_name(issuer: Server, known: str) -> None:
+async def test_person_logs_in_and_the_server_knows_the_name(issuer: Server, known: str) -> None:
     port = free_port()
     way = Browser(visit=visit, store=MemoryStore(), port=port)
     if known == "preset":
@@ -103,23 +119,37 @@ async def test_a_person_logs_in_and_the_server_knows_the_name(issuer: Server, kn
         back = f"http://127.0.0.1:{port}/callback"
         issuer.add_client("page", SECRET, "client_secret_basic", *grants, redirect_uri=back)
         way = Browser(
-            visit=visit, store=MemoryStore(), port=port, client_id="page", client_secret=SECRET, issuer=issuer.issuer
+            visit=visit,
+            store=MemoryStore(),
+            port=port,
+            client_id="page",
+            client_secret=SECRET,
+            issuer=issuer.issuer,
         )
-    async with served(shop(issuer)) as url, connect(f"{url}/mcp", protocol="mcp", auth=way) as calls:
+    async with (
+        served(shop(issuer)) as url,
+        connect(f"{url}/mcp", protocol="mcp", auth=way) as calls,
+    ):
         told = await whoami(calls)
     (client,) = {*issuer.clients} - {RESOURCE_SERVER}
     assert told == {"caller": f"{issuer.issuer} alice", "client": client, "scopes": ["prices:read"]}
-    assert paths(issuer) == [*(["/register"] if known == "registered" else []), "/authorize", "/token"]
+    assert paths(issuer) == [
+        *(["/register"] if known == "registered" else []),
+        "/authorize",
+        "/token",
+    ]
     (asked,) = [form for path, form in issuer.asked if path == "/authorize"]
     assert asked["code_challenge_method"] == "S256"
     assert not issuer.codes
 
 
-async def test_a_login_is_refreshed_with_refresh_tokens_that_rotate(issuer: Server) -> None:
-    issuer.lifetime = 30  # less than the minute before its end at which a token is refreshed
+async def test_login_is_refreshed_with_refresh_tokens_that_rotate(issuer: Server) -> None:
+    issuer.lifetime = 30  # less than the minute before expiry at which a token is refreshed
     store = MemoryStore()
     async with served(shop(issuer)) as url:
-        async with connect(f"{url}/mcp", protocol="mcp", auth=Browser(visit=visit, store=store)) as calls:
+        async with connect(
+            f"{url}/mcp", protocol="mcp", auth=Browser(visit=visit, store=store)
+        ) as calls:
             for _ in range(3):
                 assert (await whoami(calls))["caller"] == f"{issuer.issuer} alice"
         (login,) = await store.logins(f"{url}/mcp")
@@ -130,10 +160,12 @@ async def test_a_login_is_refreshed_with_refresh_tokens_that_rotate(issuer: Serv
     assert (login.access_token, login.refresh_token) == (last.access_token, last.refresh_token)
 
 
-async def test_a_revoked_token_is_refused_and_the_client_refreshes_it(opaque: Server) -> None:
+async def test_revoked_token_is_refused_and_the_client_refreshes_it(opaque: Server) -> None:
     store = MemoryStore()
     async with served(shop(opaque)) as url:
-        async with connect(f"{url}/mcp", protocol="mcp", auth=Browser(visit=visit, store=store)) as calls:
+        async with connect(
+            f"{url}/mcp", protocol="mcp", auth=Browser(visit=visit, store=store)
+        ) as calls:
             await whoami(calls)
             opaque.tokens[-1].revoked = True
             await whoami(calls)
@@ -145,19 +177,24 @@ async def test_a_revoked_token_is_refused_and_the_client_refreshes_it(opaque: Se
             assert (await whoami(calls))["caller"] == f"{opaque.issuer} alice"
 
 
-async def test_a_token_for_another_server_is_refused(issuer: Server) -> None:
+async def test_token_for_another_server_is_refused(issuer: Server) -> None:
     issuer.add_client("robot", SECRET, "client_secret_basic", "client_credentials")
     async with served(shop(issuer)) as url:
         issuer.audience = "https://other.example/mcp"
         way = ClientCredentials("robot", secret=SECRET, issuer=issuer.issuer)
-        with pytest.raises(NotAuthorized, match="refuses the token that its authorization server has just issued"):
+        with pytest.raises(
+            NotAuthorized, match="refuses the token that its authorization server has just issued"
+        ):
             async with connect(f"{url}/mcp", protocol="mcp", auth=way) as calls:
                 await whoami(calls)
         status, challenge = await challenged(f"{url}/mcp", issuer.tokens[-1].access_token)
-        assert (status, 'error_description="the token is for another audience"' in challenge) == (401, True)
+        assert (status, 'error_description="the token is for another audience"' in challenge) == (
+            401,
+            True,
+        )
 
 
-async def test_an_opaque_token_cannot_be_invented(opaque: Server) -> None:
+async def test_opaque_token_cannot_be_invented(opaque: Server) -> None:
     async with served(shop(opaque)) as url:
         with pytest.raises(Refused, match="401"):
             async with connect(f"{url}/mcp", protocol="mcp", auth="x" * 48) as calls:
@@ -165,7 +202,9 @@ async def test_an_opaque_token_cannot_be_invented(opaque: Server) -> None:
 
 
 async def login_and_logout(url: str) -> tuple[dict[str, Any], str]:
-    """Log in, log out with the command, and return what it printed of the login, and the access token."""
+    """Log in, log out with the command, and return what it printed of the login, and the access
+    token.
+    """
     async with connect(url, protocol="mcp", auth=Browser(visit=visit)) as calls:
         await whoami(calls)
     (login,) = await FileStore().logins(url)
@@ -191,13 +230,13 @@ async def test_logout_revokes_both_tokens(opaque: Server) -> None:
 
 
 @pytest.mark.usefixtures("home")
-async def test_logout_says_that_a_jwt_ends_by_itself(jwts: Server) -> None:
+async def test_logout_says_that_a_jwt_expires_without_revocation(jwts: Server) -> None:
     """Authlib revokes the refresh token, and refuses to revoke a JWT (RFC 7009, section 2.2.1)."""
     async with served(shop(jwts)) as url:
         told, _ = await login_and_logout(f"{url}/mcp")
         assert [each.refresh_revoked for each in jwts.tokens] == [True]
         assert told["revoked"] is False
-        assert told["why"] == f"{jwts.issuer} does not revoke access tokens; this one ends by itself"
+        assert told["why"] == f"{jwts.issuer} does not revoke access tokens; this one expires"
 
 
 async def challenged(url: str, token: str) -> tuple[int, str]:
@@ -210,7 +249,9 @@ async def challenged(url: str, token: str) -> tuple[int, str]:
             "Content-Type": "application/json",
             "Accept": "application/json, text/event-stream",
         }
-        async with http.request("POST", b'{"jsonrpc":"2.0","id":1,"method":"ping"}', fields) as answer:
+        async with http.request(
+            "POST", b'{"jsonrpc":"2.0","id":1,"method":"ping"}', fields
+        ) as answer:
             await answer.read()
             return answer.status, answer.headers.get("www-authenticate", "")
     finally:

@@ -12,12 +12,12 @@ from msgspec.structs import replace
 from tests.auth.world import ISSUER, RESOURCE, World, reply, visit
 from tests.client.peers import http
 from wirecall import connect
+from wirecall.aio import Timeouts
 from wirecall.auth import Browser, MemoryStore
 from wirecall.auth.client import authorization
 from wirecall.client.client import Client
 from wirecall.client.exchange import Entry, Exchange
 from wirecall.errors import MissingScopes, NotAuthorized, UsageError
-from wirecall.stepping import Timeouts
 from wirecall.transports.http_client import HttpClient
 
 
@@ -31,7 +31,7 @@ def client(world: World, way: Browser, timeout: float = 60.0) -> Client:
     return connect(world.url, auth=way, discover=False, timeout=timeout)
 
 
-async def test_a_call_that_is_refused_leads_to_a_login_and_goes_again(world: World) -> None:
+async def test_refused_call_leads_to_a_login_and_is_sent_again(world: World) -> None:
     async with client(world, Browser(visit=visit, store=MemoryStore())) as calls:
         assert await calls.call("price") == "fine"
         assert await calls.call("price") == "fine"
@@ -43,23 +43,31 @@ async def test_a_call_that_is_refused_leads_to_a_login_and_goes_again(world: Wor
     assert asked["resource"] == world.asked("/token")[0].form["resource"] == world.url
     assert "scope" not in asked
     assert len(asked["state"]) >= 43  # 32 bytes
-    # The same message went again: a command with a key takes effect once.
+    # The client sent the same message again: a command with a key takes effect once.
     refused, answered, _ = world.asked("/rpc")
     assert refused.body == answered.body
 
 
-async def test_the_browser_comes_back_to_a_port_of_this_machine(world: World) -> None:
+async def test_browser_returns_to_a_port_of_this_machine(world: World) -> None:
     pages = []
 
     async def browser(url: str) -> None:
-        """A browser that follows the redirect, after a page elsewhere has tried to get in before it."""
+        """A browser that follows the redirect, after a page elsewhere has tried to get in before
+        it.
+        """
         back = await visit(url)
         assert back is not None
-        for address in (back.replace("state=", "state=x"), back.replace("/callback", "/other"), back):
+        for address in (
+            back.replace("state=", "state=x"),
+            back.replace("/callback/", "/other/"),
+            back,
+        ):
             page = HttpClient(address)
             await page.open()
             async with page.request("GET") as answer:
-                pages.append((answer.status, await answer.read(), answer.headers["content-security-policy"]))
+                pages.append(
+                    (answer.status, await answer.read(), answer.headers["content-security-policy"])
+                )
             await page.aclose()
 
     async def go(url: str) -> None:
@@ -74,13 +82,13 @@ async def test_the_browser_comes_back_to_a_port_of_this_machine(world: World) ->
     assert all(policy.startswith("default-src 'none'") for _, _, policy in pages)
 
 
-async def test_calls_at_the_same_time_share_one_login(world: World) -> None:
+async def test_simultaneous_calls_share_one_login(world: World) -> None:
     async with client(world, Browser(visit=visit, store=MemoryStore())) as calls:
         assert await asyncio.gather(*(calls.call("price") for _ in range(10))) == ["fine"] * 10
     assert world.count("/authorize") == 1
 
 
-async def test_the_deadline_of_a_call_stands_still_while_a_person_acts(world: World) -> None:
+async def test_deadline_of_a_call_is_paused_while_a_person_acts(world: World) -> None:
     class Message:
         sent = False
         is_paused = False
@@ -91,13 +99,16 @@ async def test_the_deadline_of_a_call_stands_still_while_a_person_acts(world: Wo
             yield
             self.is_paused = False
 
-    message, paused = Message(), []
+    message = Message()
+    paused = []
 
     async def person(url: str) -> str | None:
         paused.append(message.is_paused)
         return await visit(url)
 
-    http = HttpClient(world.url, auth=authorization(Browser(visit=person, store=MemoryStore()), world.url))
+    http = HttpClient(
+        world.url, auth=authorization(Browser(visit=person, store=MemoryStore()), world.url)
+    )
     await http.open()
     async with http.request("POST", b'{"id":1}', exchange=message) as answer:
         assert answer.status == 200
@@ -106,10 +117,11 @@ async def test_the_deadline_of_a_call_stands_still_while_a_person_acts(world: Wo
     await http.aclose()
 
 
-async def test_a_pause_moves_the_limit_of_an_attempt_and_the_deadlines_in_it() -> None:
+async def test_pause_moves_the_limit_of_an_attempt_and_the_deadlines_in_it() -> None:
     entry: Entry[str] = Entry("price", None, lambda _entry: None, timeout=1.0, deadline=10.0)
     exchange = Exchange(b"", [entry], False)
-    over, loop = asyncio.Event(), asyncio.get_running_loop()
+    over = asyncio.Event()
+    loop = asyncio.get_running_loop()
     with Timeouts().within(0.01) as exchange.limit:
         begun = exchange.limit.when
         with exchange.paused():
@@ -120,7 +132,7 @@ async def test_a_pause_moves_the_limit_of_an_attempt_and_the_deadlines_in_it() -
         assert exchange.limit.when == pytest.approx((begun or 0.0) + exchange.stood_still)
 
 
-async def test_a_login_that_is_kept_is_used_by_the_next_client(world: World) -> None:
+async def test_login_that_is_kept_is_used_by_the_next_client(world: World) -> None:
     store = MemoryStore()
     for _ in range(2):
         async with client(world, Browser(visit=visit, store=store)) as calls:
@@ -128,7 +140,7 @@ async def test_a_login_that_is_kept_is_used_by_the_next_client(world: World) -> 
     assert world.count("/authorize") == 1
 
 
-async def test_a_token_that_ends_soon_is_refreshed_before_it_is_sent(world: World) -> None:
+async def test_token_that_expires_soon_is_refreshed_before_it_is_sent(world: World) -> None:
     store = MemoryStore()
     async with client(world, Browser(visit=visit, store=store)) as calls:
         await calls.call("price")
@@ -140,10 +152,12 @@ async def test_a_token_that_ends_soon_is_refreshed_before_it_is_sent(world: Worl
     first, refresh = world.asked("/token")
     assert refresh.form["grant_type"] == "refresh_token"
     assert refresh.form["resource"] == first.form["resource"]
-    assert [request.headers.get("authorization") for request in world.asked("/rpc")][-1] == "Bearer access-secret-5"
+    assert [request.headers.get("authorization") for request in world.asked("/rpc")][
+        -1
+    ] == "Bearer access-secret-5"
 
 
-async def test_a_refused_token_is_refreshed_and_the_login_stays(world: World) -> None:
+async def test_refused_token_is_refreshed_and_the_login_stays(world: World) -> None:
     async with client(world, Browser(visit=visit, store=MemoryStore())) as calls:
         await calls.call("price")
         world.tokens.clear()
@@ -152,19 +166,23 @@ async def test_a_refused_token_is_refreshed_and_the_login_stays(world: World) ->
 
 
 @pytest.mark.parametrize("code", ["invalid_grant", "invalid_request", "token_expired"])
-async def test_a_refresh_token_that_has_ended_leads_to_a_new_login_of_the_same_client(world: World, code: str) -> None:
+async def test_expired_refresh_token_leads_to_a_new_login_of_the_same_client(
+    world: World, code: str
+) -> None:
     async with client(world, Browser(visit=visit, store=MemoryStore())) as calls:
         await calls.call("price")
         world.tokens.clear()
         world.instead["/token"] = lambda request: (
-            reply({"error": code}, "400 Bad Request") if request.form["grant_type"] == "refresh_token" else None
+            reply({"error": code}, "400 Bad Request")
+            if request.form["grant_type"] == "refresh_token"
+            else None
         )
         assert await calls.call("price") == "fine"
     assert world.count("/register") == 1
     assert len({request.query["client_id"] for request in world.asked("/authorize")}) == 1
 
 
-async def test_an_answer_without_a_refresh_token_keeps_the_old_one(world: World) -> None:
+async def test_answer_without_a_refresh_token_keeps_the_old_one(world: World) -> None:
     store = MemoryStore()
     async with client(world, Browser(visit=visit, store=store)) as calls:
         await calls.call("price")
@@ -177,13 +195,16 @@ async def test_an_answer_without_a_refresh_token_keeps_the_old_one(world: World)
     assert after.access_token != before.access_token
 
 
-async def test_a_refusal_for_scopes_asks_for_all_of_them(world: World) -> None:
+async def test_refusal_for_scopes_asks_for_all_of_them(world: World) -> None:
     world.challenge = ', scope="read"'
     async with client(world, Browser(visit=visit, store=MemoryStore())) as calls:
         await calls.call("price")
         world.needs = frozenset({"write"})
         assert await calls.call("charge") == "fine"
-    assert [request.query["scope"] for request in world.asked("/authorize")] == ["read", "read write"]
+    assert [request.query["scope"] for request in world.asked("/authorize")] == [
+        "read",
+        "read write",
+    ]
 
 
 async def test_scopes_that_were_asked_for_already_are_missing_for_good(world: World) -> None:
@@ -199,9 +220,13 @@ async def test_scopes_that_were_asked_for_already_are_missing_for_good(world: Wo
     assert world.count("/authorize") == 2
 
 
-async def test_a_server_that_asks_for_another_scope_each_time_is_given_up(world: World) -> None:
+async def test_client_gives_up_on_a_server_that_asks_for_another_scope_each_time(
+    world: World,
+) -> None:
     world.instead["/rpc"] = lambda request: http(
-        b"", "403 Forbidden", f'WWW-Authenticate: Bearer error="insufficient_scope", scope="s{len(world.requests)}"'
+        b"",
+        "403 Forbidden",
+        f'WWW-Authenticate: Bearer error="insufficient_scope", scope="s{len(world.requests)}"',
     )
     async with client(world, Browser(visit=visit, store=MemoryStore())) as calls:
         with pytest.raises(MissingScopes):
@@ -209,7 +234,7 @@ async def test_a_server_that_asks_for_another_scope_each_time_is_given_up(world:
     assert world.count("/authorize") == 2
 
 
-async def test_a_new_token_that_is_refused_ends_the_matter(world: World) -> None:
+async def test_new_token_that_is_refused_is_an_error(world: World) -> None:
     world.instead["/token"] = reply({"access_token": "odd"})
     async with client(world, Browser(visit=visit, store=MemoryStore())) as calls:
         with pytest.raises(NotAuthorized, match="just issued") as caught:
@@ -218,7 +243,9 @@ async def test_a_new_token_that_is_refused_ends_the_matter(world: World) -> None
     assert world.count("/authorize") == 1
 
 
-async def test_scopes_of_the_server_are_asked_for_where_the_challenge_names_none(world: World) -> None:
+async def test_scopes_of_the_server_are_asked_for_where_the_challenge_names_none(
+    world: World,
+) -> None:
     world.resource = {"scopes_supported": ["b", "a"]}
     async with client(world, Browser(visit=visit, store=MemoryStore(), scopes="extra")) as calls:
         await calls.call("price")
@@ -234,21 +261,30 @@ async def test_offline_access_is_asked_for_where_the_issuer_has_it(world: World)
 
 
 @pytest.mark.parametrize(("given", "sent"), [(None, None), ("urn:shop", "urn:shop")])
-async def test_the_resource_can_be_replaced_and_left_out(world: World, given: str | None, sent: str | None) -> None:
+async def test_resource_can_be_replaced_and_left_out(
+    world: World, given: str | None, sent: str | None
+) -> None:
     async with client(world, Browser(visit=visit, store=MemoryStore(), resource=given)) as calls:
         await calls.call("price")
     assert world.asked("/authorize")[0].query.get("resource") == sent
     assert world.asked("/token")[0].form.get("resource") == sent
 
 
-async def test_given_credentials_come_before_a_document_and_a_registration(world: World) -> None:
+async def test_given_credentials_take_precedence_over_a_document_and_a_registration(
+    world: World,
+) -> None:
     world.issuer = {"client_id_metadata_document_supported": True}
     url = "https://example.com/client.json"
     way = Browser(visit=visit, store=MemoryStore(), metadata_url=url)
     async with client(world, way) as calls:
         await calls.call("price")
     known = Browser(
-        visit=visit, store=MemoryStore(), metadata_url=url, client_id="me", client_secret="hush", issuer=world.base
+        visit=visit,
+        store=MemoryStore(),
+        metadata_url=url,
+        client_id="me",
+        client_secret="hush",
+        issuer=world.base,
     )
     async with client(world, known) as calls:
         await calls.call("price")
@@ -258,14 +294,22 @@ async def test_given_credentials_come_before_a_document_and_a_registration(world
 
 
 async def test_given_credentials_stay_with_their_issuer(world: World) -> None:
-    way = Browser(visit=visit, store=MemoryStore(), client_id="me", client_secret="hush", issuer="https://auth.example.com")
+    way = Browser(
+        visit=visit,
+        store=MemoryStore(),
+        client_id="me",
+        client_secret="hush",
+        issuer="https://auth.example.com",
+    )
     async with client(world, way) as calls:
-        with pytest.raises(NotAuthorized, match=r"credentials are those of https://auth\.example\.com"):
+        with pytest.raises(
+            NotAuthorized, match=r"credentials are those of https://auth\.example\.com"
+        ):
             await calls.call("price")
     assert [request.path for request in world.requests] == ["/rpc", RESOURCE]
 
 
-async def test_a_server_that_moves_to_another_issuer_gets_a_new_client(world: World) -> None:
+async def test_server_that_moves_to_another_issuer_gets_a_new_client(world: World) -> None:
     async with World() as other:
         async with client(world, Browser(visit=visit, store=MemoryStore())) as calls:
             await calls.call("price")
@@ -278,16 +322,20 @@ async def test_a_server_that_moves_to_another_issuer_gets_a_new_client(world: Wo
         assert "refresh_token" not in other.asked("/token")[0].form
 
 
-async def test_a_server_without_metadata_is_its_own_issuer(world: World) -> None:
+async def test_server_without_metadata_is_its_own_issuer(world: World) -> None:
     for path in (RESOURCE, "/.well-known/oauth-protected-resource", ISSUER):
         world.instead[path] = http(b"", "404 Not Found")
-    world.instead["/rpc"] = lambda request: None if "authorization" in request.headers else http(b"", "401 Unauthorized")
+    world.instead["/rpc"] = lambda request: (
+        None if "authorization" in request.headers else http(b"", "401 Unauthorized")
+    )
     async with client(world, Browser(visit=visit, store=MemoryStore())) as calls:
         assert await calls.call("price") == "fine"
     assert world.count("/register") == world.count("/authorize") == world.count("/token") == 1
 
 
-async def test_metadata_that_is_away_for_now_is_not_taken_for_none(world: World) -> None:
+async def test_metadata_that_is_temporarily_unavailable_does_not_count_as_missing(
+    world: World,
+) -> None:
     world.instead["/rpc"] = http(b"", "401 Unauthorized")
     world.instead[RESOURCE] = http(b"", "503 Service Unavailable")
     async with client(world, Browser(visit=visit, store=MemoryStore())) as calls:
@@ -297,7 +345,7 @@ async def test_metadata_that_is_away_for_now_is_not_taken_for_none(world: World)
 
 
 @pytest.mark.parametrize("methods", [None, [], ["plain"]])
-async def test_an_issuer_without_pkce_is_refused(world: World, methods: list[str] | None) -> None:
+async def test_issuer_without_pkce_is_refused(world: World, methods: list[str] | None) -> None:
     world.issuer = {"code_challenge_methods_supported": methods}
     async with client(world, Browser(visit=visit, store=MemoryStore())) as calls:
         with pytest.raises(NotAuthorized, match="PKCE"):
@@ -305,7 +353,7 @@ async def test_an_issuer_without_pkce_is_refused(world: World, methods: list[str
     assert world.count("/register") == world.count("/authorize") == 0
 
 
-async def test_a_403_that_is_not_about_scopes_is_the_server_s_answer(world: World) -> None:
+async def test_other_403_is_the_answer_of_the_server(world: World) -> None:
     world.instead["/rpc"] = http(b"not you", "403 Forbidden")
     async with client(world, Browser(visit=visit, store=MemoryStore())) as calls:
         with pytest.raises(Exception, match="HTTP 403") as caught:
@@ -314,12 +362,12 @@ async def test_a_403_that_is_not_about_scopes_is_the_server_s_answer(world: Worl
     assert world.count(RESOURCE) == 0
 
 
-def test_a_secret_needs_its_issuer() -> None:
+def test_secret_needs_its_issuer() -> None:
     with pytest.raises(UsageError, match="issuer="):
         Browser(client_id="me", client_secret="hush", store=MemoryStore())
 
 
-async def test_the_state_and_the_verifier_are_new_for_each_login(world: World) -> None:
+async def test_state_and_the_verifier_are_new_for_each_login(world: World) -> None:
     for _ in range(2):
         async with client(world, Browser(visit=visit, store=MemoryStore())) as calls:
             await calls.call("price")
@@ -328,7 +376,7 @@ async def test_the_state_and_the_verifier_are_new_for_each_login(world: World) -
     assert first["code_challenge"] != second["code_challenge"]
 
 
-async def test_the_address_of_the_page_keeps_the_query_of_its_endpoint(world: World) -> None:
+async def test_address_of_the_page_keeps_the_query_of_its_endpoint(world: World) -> None:
     world.issuer = {"authorization_endpoint": f"{world.base}/authorize?tenant=a%20b"}
     seen = []
 
@@ -342,7 +390,7 @@ async def test_the_address_of_the_page_keeps_the_query_of_its_endpoint(world: Wo
     assert seen[0]["response_type"] == "code"
 
 
-async def test_an_authorization_server_that_is_away_does_not_end_the_login(world: World) -> None:
+async def test_authorization_server_that_is_away_does_not_end_the_login(world: World) -> None:
     async with client(world, Browser(visit=visit, store=MemoryStore())) as calls:
         await calls.call("price")
         world.tokens.clear()
@@ -354,30 +402,34 @@ async def test_an_authorization_server_that_is_away_does_not_end_the_login(world
     assert world.count("/authorize") == 1
 
 
-async def test_a_client_that_the_issuer_has_forgotten_registers_again(world: World) -> None:
+async def test_client_that_the_issuer_has_forgotten_registers_again(world: World) -> None:
     async with client(world, Browser(visit=visit, store=MemoryStore())) as calls:
         await calls.call("price")
         world.tokens.clear()
         forgotten = world.asked("/token")[0].form["client_id"]
         world.instead["/token"] = lambda request: (
-            reply({"error": "invalid_client"}, "401 Unauthorized") if request.form["client_id"] == forgotten else None
+            reply({"error": "invalid_client"}, "401 Unauthorized")
+            if request.form["client_id"] == forgotten
+            else None
         )
         assert await calls.call("price") == "fine"
     assert world.count("/register") == 2
 
 
-async def test_a_refreshed_token_that_is_refused_leads_to_a_login(world: World) -> None:
+async def test_refreshed_token_that_is_refused_leads_to_a_login(world: World) -> None:
     async with client(world, Browser(visit=visit, store=MemoryStore())) as calls:
         await calls.call("price")
         world.tokens.clear()
         world.instead["/token"] = lambda request: (
-            reply({"access_token": "dead"}) if request.form["grant_type"] == "refresh_token" else None
+            reply({"access_token": "dead"})
+            if request.form["grant_type"] == "refresh_token"
+            else None
         )
         assert await calls.call("price") == "fine"
     assert world.count("/authorize") == 2
 
 
-async def test_a_login_of_another_client_is_not_used(world: World) -> None:
+async def test_login_of_another_client_is_not_used(world: World) -> None:
     store = MemoryStore()
     for id in ("me", "you"):
         async with client(world, Browser(visit=visit, store=store, client_id=id)) as calls:
@@ -386,9 +438,12 @@ async def test_a_login_of_another_client_is_not_used(world: World) -> None:
     assert len(await store.logins(world.url)) == 2
 
 
-async def test_a_refusal_of_an_array_reaches_each_of_its_calls(world: World) -> None:
+async def test_refusal_of_an_array_reaches_each_of_its_calls(world: World) -> None:
     world.instead["/token"] = reply({"error": "server_error"}, "400 Bad Request")
-    async with client(world, Browser(visit=visit, store=MemoryStore())) as calls, calls.batch() as batch:
+    async with (
+        client(world, Browser(visit=visit, store=MemoryStore())) as calls,
+        calls.batch() as batch,
+    ):
         entries = [batch.call("price") for _ in range(3)]
     assert [type(entry.error).__mro__[1] for entry in entries] == [NotAuthorized] * 3
     assert world.count("/authorize") == 1

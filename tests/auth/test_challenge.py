@@ -26,13 +26,13 @@ def test_challenges_are_parsed(header: str, expected: list[tuple[str, dict[str, 
     assert challenges([header]) == [Challenge(scheme, params) for scheme, params in expected]
 
 
-def test_a_parameter_is_not_searched_for_in_the_text() -> None:
+def test_parameter_is_not_searched_for_in_other_parameters() -> None:
     found = asked(['Bearer x-scope="admin", realm="scope=\\"root\\"", scope="read"'])
     assert found is not None
     assert found.scopes == {"read"}
 
 
-def test_the_challenge_for_a_token_is_found_among_several_headers() -> None:
+def test_challenge_for_a_token_is_found_among_several_headers() -> None:
     found = asked(["Basic realm=x", 'DPoP error="use_dpop_nonce"'])
     assert found == Challenge("dpop", {"error": "use_dpop_nonce"})
     assert asked(["Basic realm=x"]) is None

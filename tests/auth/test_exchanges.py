@@ -20,13 +20,25 @@ def exchanges() -> Iterator[tuple[str, str, str, str, str]]:
             sent = line[4:]
         elif line.startswith("<-- "):
             method, path, rest = sent.split(" ", 2)
-            at = min((index for mark in (' {"', ' [{"') if (index := rest.find(mark)) >= 0), default=len(rest))
-            yield f"line {number}", f"{method} {path}", rest[:at], rest[at:].strip(), line[4:].replace("PRM", PRM)
+            at = min(
+                (index for mark in (' {"', ' [{"') if (index := rest.find(mark)) >= 0),
+                default=len(rest),
+            )
+            yield (
+                f"line {number}",
+                f"{method} {path}",
+                rest[:at],
+                rest[at:].strip(),
+                line[4:].replace("PRM", PRM),
+            )
 
 
 @pytest.fixture
 def shop() -> Shop:
-    return Shop(scopes=["mcp:use"], hierarchy={"everything": ["prices:all", "mcp:use"], "prices:all": ["prices:read"]})
+    return Shop(
+        scopes=["mcp:use"],
+        hierarchy={"everything": ["prices:all", "mcp:use"], "prices:all": ["prices:read"]},
+    )
 
 
 def tokens(shop: Shop) -> dict[str, str]:
@@ -61,12 +73,15 @@ async def test_exchange(
     method, path = line.split(" ")
     known = tokens(shop)
     for name, token in known.items():
-        authorization, path = authorization.replace(f"{{{name}}}", token), path.replace(f"{{{name}}}", token)
+        authorization = authorization.replace(f"{{{name}}}", token)
+        path = path.replace(f"{{{name}}}", token)
     headers = [] if authorization == "-" else [("authorization", authorization)]
     message = body.encode() or call("whoami")
     answer = await shop.ask(method, path.partition("?")[0], None, message, headers)
     assert f"{answer.status} {answer.challenge}".strip() == expected, place
     assert ran(shop.app) == []
     # No answer and no log record has a token in it.
-    told = answer.body.decode() + str(answer.headers) + caplog.text
-    assert not [name for name, token in known.items() if token in told or token.rpartition(".")[2] in told]
+    got = answer.body.decode() + str(answer.headers) + caplog.text
+    assert not [
+        name for name, token in known.items() if token in got or token.rpartition(".")[2] in got
+    ]

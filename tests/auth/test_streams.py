@@ -1,4 +1,6 @@
-"""A stream of changes ends with the token that it was opened with, and its client comes back with another one."""
+"""A stream of changes ends with the token that opened it, and its client reconnects with another
+one.
+"""
 
 import asyncio
 
@@ -18,22 +20,25 @@ async def stream(client: HttpClient) -> Exchange:
     await client.open()
     if client.revision == R4:
         return await client.listen().started()
-    return await client.post(client.message("subscriptions/listen", {"notifications": {"toolsListChanged": True}})).started()
+    return await client.post(
+        client.message("subscriptions/listen", {"notifications": {"toolsListChanged": True}})
+    ).started()
 
 
 @pytest.mark.parametrize("revision", [R4, R5])
-async def test_a_stream_ends_with_its_token_and_the_others_stay(revision: str) -> None:
+async def test_stream_ends_with_its_token_and_the_others_stay(revision: str) -> None:
     shop = Shop()
     tokens = {"short": shop.token(exp=NOW - LEEWAY + 0.1), "long": shop.token(exp=NOW + 3600)}
     clients = {
         name: HttpClient(shop.server, revision, headers={"authorization": f"Bearer {token}"})
         for name, token in tokens.items()
     }
-    short, long = await stream(clients["short"]), await stream(clients["long"])
+    short = await stream(clients["short"])
+    long = await stream(clients["long"])
     assert (short.status, long.status) == (200, 200)
-    told = await short.messages()  # all, up to its end
+    got = await short.messages()  # all, up to its end
     # At 2026-07-28 the answer says that the server has ended the stream ("Graceful Closure").
-    assert [("result" in each) for each in told] == ([False, True] if revision == R5 else [])
+    assert [("result" in each) for each in got] == ([False, True] if revision == R5 else [])
     shop.app.changed("tools")
     if revision == R5:
         assert (await long.message())["method"] == "notifications/subscriptions/acknowledged"
@@ -42,8 +47,9 @@ async def test_a_stream_ends_with_its_token_and_the_others_stay(revision: str) -
 
 
 @pytest.mark.parametrize("revision", [R4, R5])
-async def test_the_client_comes_back_with_a_new_token(revision: str) -> None:
-    clock, accepted = Clock(), {"first"}
+async def test_client_reconnects_with_a_new_token(revision: str) -> None:
+    clock = Clock()
+    accepted = {"first"}
 
     def verify(token: str) -> Identity | None:
         if token not in accepted:
@@ -68,12 +74,12 @@ async def test_the_client_comes_back_with_a_new_token(revision: str) -> None:
     ):
         accepted = {"second"}
         await until(lambda: given == ["first", "second"])
-        heard = asyncio.create_task(changes.__anext__())
+        received = asyncio.create_task(changes.__anext__())
 
-        def is_heard() -> bool:
-            """Tell of a change until the client is back and hears it."""
+        def is_received() -> bool:
+            """Announce a change until the client is back and receives it."""
             app.changed("tools")
-            return heard.done()
+            return received.done()
 
-        await until(is_heard)
-        assert (await asyncio.wait_for(heard, PATIENCE)).kind == "tools"
+        await until(is_received)
+        assert (await asyncio.wait_for(received, PATIENCE)).kind == "tools"

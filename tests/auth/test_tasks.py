@@ -10,15 +10,16 @@ from msgspec.structs import replace
 from tests.auth import RESOURCE, Clock
 from tests.calls import make_app
 from tests.mcp.asgi import KEY, R5, Client, speak
-from tests.mcp.test_task_rules import DECLARED, OVER, get, start, until
+from tests.mcp.task_talk import DECLARED, OVER, get, start, until
 from wirecall import App, Context
 from wirecall.auth import Access, Identity, Jwt
 from wirecall.ledger.base import RecordId
 from wirecall.testing.auth import AuthorizationServer
 
 
-async def test_an_adopted_task_has_the_identity_of_its_first_server(tmp_path: Path) -> None:
-    clock, seen = Clock(), asyncio.Queue[Identity | None]()
+async def test_adopted_task_has_the_identity_of_its_first_server(tmp_path: Path) -> None:
+    clock = Clock()
+    seen = asyncio.Queue[Identity | None]()
     issuer = AuthorizationServer(clock=clock)
 
     def server(*, hangs: bool) -> App:
@@ -37,18 +38,28 @@ async def test_an_adopted_task_has_the_identity_of_its_first_server(tmp_path: Pa
     @asynccontextmanager
     async def talk(app: App, token: str) -> AsyncIterator[Client]:
         headers = {"authorization": f"Bearer {token}"}
-        async with asyncio.timeout(60), app, speak("http", app, R5, capabilities=DECLARED, headers=headers) as client:
+        async with (
+            asyncio.timeout(60),
+            app,
+            speak("http", app, R5, capabilities=DECLARED, headers=headers) as client,
+        ):
             yield client
 
     caller = f"{issuer.issuer} alice"
     first = server(hangs=True)
-    token = issuer.token("alice", resource=RESOURCE, scopes="orders:write", client="page", lifetime=60, team="red")
+    token = issuer.token(
+        "alice", resource=RESOURCE, scopes="orders:write", client="page", lifetime=60, team="red"
+    )
     async with talk(first, token) as client:
         task = await start(client, "pay", meta={KEY: "k"})
         given = await seen.get()
-        # The server goes without a word, as one that is killed does: its claim on the task lapses.
+        # The server vanishes without cleaning up, as if it were killed: its claim on the task
+        # lapses.
         ledger = await first.ledger()
-        while not (record := await ledger.get(RecordId(caller, "tools/call:pay", "k"))) or not record.committed:
+        while (
+            not (record := await ledger.get(RecordId(caller, "tools/call:pay", "k")))
+            or not record.committed
+        ):
             await get(client, task)
         await ledger.lapse(record.token)
     assert given is not None
@@ -60,7 +71,7 @@ async def test_an_adopted_task_has_the_identity_of_its_first_server(tmp_path: Pa
     clock.now += 3600.0  # the token of the call has expired, and another one asks for the task
     later = issuer.token("alice", resource=RESOURCE, scopes="orders:write audit", client="phone")
     async with talk(server(hangs=False), later) as client:
-        told = await until(client, task, *OVER)
+        got = await until(client, task, *OVER)
         adopted = await seen.get()
-    assert (told["status"], told["result"]["content"][0]["text"]) == ("completed", caller)
+    assert (got["status"], got["result"]["content"][0]["text"]) == ("completed", caller)
     assert adopted == kept

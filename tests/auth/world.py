@@ -20,7 +20,7 @@ ISSUER = "/.well-known/oauth-authorization-server"
 
 
 class Request(Struct):
-    """A request that the world has got."""
+    """A request that the world has received."""
 
     method: str
     path: str
@@ -55,7 +55,7 @@ class World(Listening):
         self.needs: frozenset[str] = frozenset()  # scopes that a call needs
         self.expires_in: int | None = 3600
         self.refreshes = True
-        self.answer: dict[str, str] = {}  # of the authorization endpoint, in place of its own parameters
+        self.answer: dict[str, str] = {}  # replaces the parameters of the authorization endpoint
         self.tokens: dict[str, str] = {}  # valid ones, with their scopes
         self.refresh_tokens: dict[str, str] = {}
         self.codes: dict[str, dict[str, str]] = {}
@@ -79,7 +79,10 @@ class World(Listening):
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
                 first, *lines = head.rstrip().split("\r\n")
                 method, target, _ = first.split(" ")
-                headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+                headers = {
+                    name.lower(): value.strip()
+                    for name, _, value in (line.partition(":") for line in lines)
+                }
                 body = await reader.readexactly(int(headers.get("content-length", "0")))
                 parts = urlsplit(target)
                 request = Request(method, parts.path, dict(parse_qsl(parts.query)), headers, body)
@@ -95,7 +98,9 @@ class World(Listening):
         if request.path == "/rpc":
             return self._call(request)
         if request.path == RESOURCE:
-            return reply({"resource": self.url, "authorization_servers": [self.base], **self.resource})
+            return reply(
+                {"resource": self.url, "authorization_servers": [self.base], **self.resource}
+            )
         if request.path == ISSUER:
             document = {
                 "issuer": self.base,
@@ -109,12 +114,15 @@ class World(Listening):
             }
             return reply({name: value for name, value in document.items() if value is not None})
         if request.path == "/register":
-            return reply({**json.loads(request.body), "client_id": self._new("client")}, "201 Created")
+            return reply(
+                {**json.loads(request.body), "client_id": self._new("client")}, "201 Created"
+            )
         if request.path == "/authorize":
             code = self._new("code")
             self.codes[code] = request.query
             back = {"code": code, "state": request.query["state"], "iss": self.base, **self.answer}
-            location = f"{request.query['redirect_uri']}?{urlencode({key: value for key, value in back.items() if value})}"
+            members = urlencode({key: value for key, value in back.items() if value})
+            location = f"{request.query['redirect_uri']}?{members}"
             return http(b"", "302 Found", f"Location: {location}")
         if request.path == "/token":
             return self._token(request.form)
@@ -128,7 +136,9 @@ class World(Listening):
         token = request.headers.get("authorization", "").partition(" ")[2]
         where = f'resource_metadata="{self.base}{RESOURCE}"'
         if token not in self.tokens:
-            return http(b"", "401 Unauthorized", f"WWW-Authenticate: Bearer {where}{self.challenge}")
+            return http(
+                b"", "401 Unauthorized", f"WWW-Authenticate: Bearer {where}{self.challenge}"
+            )
         if not self.needs <= set(self.tokens[token].split()):
             missing = f'error="insufficient_scope", scope="{" ".join(sorted(self.needs))}"'
             return http(b"", "403 Forbidden", f"WWW-Authenticate: Bearer {where}, {missing}")
@@ -139,14 +149,18 @@ class World(Listening):
         if form["grant_type"] == "authorization_code":
             asked = self.codes.pop(form["code"], None)  # a code works once
             digest = hashlib.sha256(form["code_verifier"].encode()).digest()
-            if asked is None or asked["code_challenge"] != base64.urlsafe_b64encode(digest).rstrip(b"=").decode():
+            if (
+                asked is None
+                or asked["code_challenge"] != base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+            ):
                 return reply({"error": "invalid_grant"}, "400 Bad Request")
             scope = asked.get("scope", "")
         elif form["grant_type"] == "refresh_token":
             if form["refresh_token"] not in self.refresh_tokens:
                 return reply({"error": "invalid_grant"}, "400 Bad Request")
-            scope = self.refresh_tokens.pop(form["refresh_token"])  # it rotates
-        token, refresh = self._new("access"), self._new("refresh")
+            scope = self.refresh_tokens.pop(form["refresh_token"])  # the refresh token rotates
+        token = self._new("access")
+        refresh = self._new("refresh")
         self.tokens[token] = scope
         found: dict[str, Any] = {"access_token": token, "token_type": "Bearer"}
         if self.expires_in is not None:

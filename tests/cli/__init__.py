@@ -1,4 +1,6 @@
-"""The `wirecall` command from its user's side: a real process, or click's runner where speed matters."""
+"""The `wirecall` command from its user's side: a real process, or click's runner where speed
+matters.
+"""
 
 import os
 import signal
@@ -21,9 +23,12 @@ PATIENCE = 60.0
 
 
 def wirecall(
-    *words: str, stdin: bytes = b"", cwd: Path | str | None = None, env: Mapping[str, str] | None = None
+    *words: str,
+    stdin: bytes = b"",
+    cwd: Path | str | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[bytes]:
-    """The command in a process of its own."""
+    """Run the command in a separate process."""
     return subprocess.run(
         [sys.executable, "-m", "wirecall", *words],
         input=stdin,
@@ -36,22 +41,34 @@ def wirecall(
 
 
 def invoke(*words: str, input: str | bytes | None = None) -> Result:
-    """The command in this process."""
+    """Run the command in this process."""
     return CliRunner().invoke(main, list(words), input=input)
 
 
 class Running:
     """The command while it runs. Its stderr is read as it comes."""
 
-    def __init__(self, *words: str, cwd: Path | str | None = None, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *words: str,
+        cwd: Path | str | None = None,
+        env: Mapping[str, str] | None = None,
+        ignored: signal.Signals | None = None,
+    ) -> None:
         pipe = subprocess.PIPE
         command = [sys.executable, "-m", "wirecall", *words]
         environment = {**os.environ, **(env or {})}
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=cwd, env=environment)
+        # A new process ignores it too.
+        before = None if ignored is None else signal.signal(ignored, signal.SIG_IGN)
+        self.process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=cwd, env=environment
+        )
+        if ignored is not None:
+            signal.signal(ignored, before)
         self.said: list[str] = []
 
     def wait_for(self, text: str) -> str:
-        """The next line of stderr that has a text in it."""
+        """Return the next line of stderr that contains a string."""
         watchdog = threading.Timer(PATIENCE, self.process.kill)
         watchdog.start()
         try:
@@ -65,13 +82,13 @@ class Running:
         raise AssertionError(f"{text!r} was never said, but: {self.said}")
 
     def write(self, line: bytes) -> None:
-        """A line to its stdin, which stays open."""
+        """Write a line to its stdin, which stays open."""
         assert self.process.stdin is not None
         self.process.stdin.write(line.decode())
         self.process.stdin.flush()
 
     def answer(self) -> str:
-        """The next line of stdout."""
+        """Return the next line of stdout."""
         watchdog = threading.Timer(PATIENCE, self.process.kill)
         watchdog.start()
         try:
@@ -81,14 +98,16 @@ class Running:
             watchdog.cancel()
 
     def end(self, number: int = signal.SIGTERM) -> tuple[int, str, str]:
-        """Send a signal; gives the exit code and what was still printed."""
+        """Send a signal; return the exit code and the rest of the output."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         out, err = self.process.communicate(timeout=PATIENCE)
         return self.process.returncode, out, err
 
     def close(self) -> None:
-        """End the command and the processes that it has started: one that lives on would hold the pipes open."""
+        """End the command and the processes that it has started: a survivor would hold the pipes
+        open.
+        """
         with suppress(psutil.NoSuchProcess):
             tree = psutil.Process(self.process.pid)
             for each in (tree, *tree.children(recursive=True)):
@@ -98,9 +117,14 @@ class Running:
 
 
 @contextmanager
-def running(*words: str, cwd: Path | str | None = None, env: Mapping[str, str] | None = None) -> Iterator[Running]:
-    """The command in the background; it is ended at the end of the block."""
-    run = Running(*words, cwd=cwd, env=env)
+def running(
+    *words: str,
+    cwd: Path | str | None = None,
+    env: Mapping[str, str] | None = None,
+    ignored: signal.Signals | None = None,
+) -> Iterator[Running]:
+    """Run the command in the background until the block ends."""
+    run = Running(*words, cwd=cwd, env=env, ignored=ignored)
     try:
         yield run
     finally:
@@ -109,7 +133,7 @@ def running(*words: str, cwd: Path | str | None = None, env: Mapping[str, str] |
 
 @contextmanager
 def serving(target: str, *words: str) -> Iterator[str]:
-    """The address of a server that `wirecall serve` runs."""
+    """Yield the address of a server that `wirecall serve` runs."""
     with running("serve", target, "--http", "127.0.0.1:0", *words) as run:
         yield run.wait_for("Listening on").split()[-1]
         run.end()

@@ -108,11 +108,15 @@ def test_members_and_entries_are_collected() -> None:
         ("qqqqqq=5", "There is no argument 'qqqqqq'", "expected one of text, whole"),
         ("word", "'word' is not an argument", "there is no ="),
         ("free:={", "free is not JSON", "{"),
-        pytest.param(f"free:={'[' * 100_000}", "free is not JSON", "[[... is nested too deeply", id="deep"),
+        pytest.param(
+            f"free:={'[' * 100_000}", "free is not JSON", "[[... is nested too deeply", id="deep"
+        ),
         ("text=@nowhere", "nowhere cannot be read", "No such file"),
     ],
 )
-def test_an_argument_that_does_not_match_is_reported_with_its_name(word: str, what: str, why: str) -> None:
+def test_argument_that_does_not_match_is_reported_with_its_name(
+    word: str, what: str, why: str
+) -> None:
     with pytest.raises(CliError) as raised:
         read(word)
     assert what in raised.value.what
@@ -122,10 +126,16 @@ def test_an_argument_that_does_not_match_is_reported_with_its_name(word: str, wh
 
 def test_required_arguments() -> None:
     with pytest.raises(CliError, match="order is missing"):
-        read(schema={"type": "object", "properties": {"order": {"type": "string"}}, "required": ["order"]})
+        read(
+            schema={
+                "type": "object",
+                "properties": {"order": {"type": "string"}},
+                "required": ["order"],
+            }
+        )
 
 
-def test_without_a_schema_texts_stay_texts() -> None:
+def test_strings_remain_strings_without_a_schema() -> None:
     assert read("a=5", "b:=5", schema=None) == {"a": "5", "b": 5}
 
 
@@ -141,39 +151,55 @@ def test_files(tmp_path: Path) -> None:
         read(f"text=@{tmp_path / 'binary'}")
 
 
-def test_the_whole_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "all").write_text('{"whole": 1, "flag": true}')
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"whole": 2}')))
     assert read("whole=3", whole=f"@{tmp_path / 'all'}") == {"whole": 3, "flag": True}
     assert read(whole="-") == {"whole": 2}
     assert read(whole="[1, 2]") == [1, 2]
-    for text, told in (("5", "not an object"), ("{", "not JSON"), ('{"whole": "x"}', "whole must be")):
+    for text, told in (
+        ("5", "not an object"),
+        ("{", "not JSON"),
+        ('{"whole": "x"}', "whole must be"),
+    ):
         with pytest.raises(CliError, match=told):
             read(whole=text)
 
 
-def test_a_schema_in_words() -> None:
+def test_schema_in_words() -> None:
     shown = {name: words(member, SCHEMA) for name, member in SCHEMA["properties"].items()}
     assert shown["maybe"] == "text or a whole number or null"
     assert shown["tags"] == "a list of text"
     assert shown["place"] == "an object"
     assert shown["free"] == "anything"
     assert example({"properties": {"a": {}, "b": {}}, "required": ["b"]}) == "b=..."
-    rows = described({"properties": {"a": {"type": "integer", "default": 1, "description": "How\nmany."}}})
+    rows = described(
+        {"properties": {"a": {"type": "integer", "default": 1, "description": "How\nmany."}}}
+    )
     assert rows == [("a", "a whole number", "default 1  How many.")]
 
 
 def test_types_that_contain_themselves() -> None:
-    json_value = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"$ref": "#/$defs/Json"}}]}
-    schema: dict[str, Any] = {"properties": {"a": {"$ref": "#/$defs/Json"}}, "$defs": {"Json": json_value}}
+    json_value = {
+        "anyOf": [{"type": "string"}, {"type": "array", "items": {"$ref": "#/$defs/Json"}}]
+    }
+    schema: dict[str, Any] = {
+        "properties": {"a": {"$ref": "#/$defs/Json"}},
+        "$defs": {"Json": json_value},
+    }
     assert read('a=["x", ["y"]]', schema=schema) == {"a": ["x", ["y"]]}
-    assert words(schema["properties"]["a"], schema) == "text or a list of text or a list of anything"
-    schema = {"properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"anyOf": [{"$ref": "#/$defs/A"}]}}}
+    assert (
+        words(schema["properties"]["a"], schema) == "text or a list of text or a list of anything"
+    )
+    schema = {
+        "properties": {"a": {"$ref": "#/$defs/A"}},
+        "$defs": {"A": {"anyOf": [{"$ref": "#/$defs/A"}]}},
+    }
     with pytest.raises(CliError, match="cannot be followed"):
         read("a:=1", schema=schema)
 
 
-def test_a_schema_that_turns_in_circles_admits_anything() -> None:
+def test_schema_that_refers_to_itself_accepts_anything() -> None:
     schema = {"properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"$ref": "#/$defs/A"}}}
     assert read("a=5", schema=schema) == {"a": "5"}
     assert json.dumps(words(schema["properties"]["a"], schema)) == '"anything"'

@@ -45,7 +45,7 @@ def written(count: int, path: str = "audit.jsonl") -> Path:
     return Path(path)
 
 
-def test_an_intact_chain_is_verified_and_its_last_hash_printed() -> None:
+def test_intact_chain_is_verified_and_its_last_hash_printed() -> None:
     last = json.loads(written(5).read_text().splitlines()[-1])["hash"]
     result = invoke("audit", "verify", "audit.jsonl")
     assert result.exit_code == 0
@@ -61,7 +61,9 @@ def test_an_intact_chain_is_verified_and_its_last_hash_printed() -> None:
         (lambda lines: [*lines, "{"], 6, "not a line of an audit trail, or torn"),
     ],
 )
-def test_the_line_where_the_chain_breaks_is_reported_with_exit_code_9(change: Any, line: int, what: str) -> None:
+def test_line_where_the_chain_breaks_is_reported_with_exit_code_9(
+    change: Any, line: int, what: str
+) -> None:
     path = written(5)
     path.write_text("\n".join(change(path.read_text().splitlines())) + "\n")
     result = invoke("audit", "verify", str(path))
@@ -72,13 +74,13 @@ def test_the_line_where_the_chain_breaks_is_reported_with_exit_code_9(change: An
     assert told["result"]["problems"][0]["line"] == line
 
 
-def test_the_trail_of_wirecall_toml_is_the_default() -> None:
+def test_trail_of_wirecall_toml_is_the_default() -> None:
     written(2, "trail.jsonl")
     Path("wirecall.toml").write_text('[audit]\nfile = "trail.jsonl"\n')
     assert json.loads(invoke("audit", "verify", "--json").stdout)["result"]["lines"] == 2
 
 
-def test_the_end_of_a_long_trail_is_shown() -> None:
+def test_end_of_a_long_trail_is_shown() -> None:
     written(1000)
     told = json.loads(invoke("audit", "tail", "audit.jsonl", "-n", "3", "--json").stdout)["result"]
     assert [each["key"] for each in told] == ["k997", "k998", "k999"]
@@ -87,7 +89,7 @@ def test_the_end_of_a_long_trail_is_shown() -> None:
     assert lines[-1] == "2023-11-14 22:13:20.500+00:00  ok           charge  k999  ada  1.5 ms"
 
 
-def test_a_caller_s_name_is_shown_and_not_obeyed() -> None:
+def test_name_of_a_caller_is_shown_and_not_obeyed() -> None:
     audit = Audit("audit.jsonl")
     audit.append(entry("a", caller="\x1b[2Jada"))
     audit.close()
@@ -107,7 +109,7 @@ def test_replays_errors_and_torn_lines_are_distinguished() -> None:
     assert shown[2] == '? not a line of an audit trail: {"time": 1'
 
 
-def test_a_trail_is_followed_as_it_grows_until_ctrl_c() -> None:
+def test_trail_is_followed_as_it_grows_until_ctrl_c() -> None:
     written(1)
     words = [sys.executable, "-m", "wirecall", "audit", "tail", "audit.jsonl", "-f", "--json"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -129,7 +131,7 @@ def test_a_trail_is_followed_as_it_grows_until_ctrl_c() -> None:
 
 
 @pytest.mark.parametrize("verb", ["tail", "verify"])
-def test_a_trail_that_is_not_there(verb: str) -> None:
+def test_trail_that_is_not_there(verb: str) -> None:
     result = invoke("audit", verb, "gone.jsonl")
     assert result.exit_code == 2
     assert "There is no audit trail gone.jsonl." in result.stderr

@@ -42,7 +42,7 @@ def nothing() -> None:
     """Gives nothing."""
 
 @app.query
-def inner(place: dict[str, int], *, tags: list[str] = ["a"]) -> dict[str, object]:
+def inner(place: dict[str, int], *, tags: tuple[str, ...] = ("a",)) -> dict[str, object]:
     return {"place": place, "tags": tags}
 '''
 
@@ -53,14 +53,14 @@ def odd(tmp_path: Path) -> str:
     return str(tmp_path / "odd.py")
 
 
-def test_the_price_of_tea_from_a_shell() -> None:
+def test_price_of_tea_from_a_shell() -> None:
     run = wirecall("call", SHOP, "price", "sku=tea", "--json")
     assert run.returncode == 0
     assert run.stdout == b'{"ok":true,"result":450,"method":"price","replayed":false}\n'
     assert run.stderr == b""
 
 
-def test_for_people_the_payload_is_alone_on_stdout() -> None:
+def test_call_prints_only_the_payload_on_stdout() -> None:
     run = wirecall("call", SHOP, "price", "sku=tea")
     assert run.stdout == b"450\n"
     assert "✓ price" in run.stderr.decode()
@@ -72,15 +72,22 @@ def test_marks_are_words_where_there_is_no_unicode() -> None:
 
 
 @pytest.mark.parametrize("protocol", ["rpc", "mcp"])
-def test_both_protocols_give_the_same(protocol: str) -> None:
-    for words, result in ((["price", "sku=tea"], 450), (["charge", "order=7", "cents=5"], {"order": "7", "paid": 5})):
+def test_call_returns_the_same_over_both_protocols(protocol: str) -> None:
+    for words, result in (
+        (["price", "sku=tea"], 450),
+        (["charge", "order=7", "cents=5"], {"order": "7", "paid": 5}),
+    ):
         document = json.loads(invoke("call", SHOP, *words, "--as", protocol, "--json").stdout)
         assert document["result"] == result
 
 
-@pytest.mark.parametrize("revision", ["2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25", "2026-07-28"])
-def test_any_revision_can_be_asked_for(revision: str) -> None:
-    document = json.loads(invoke("call", SHOP, "price", "sku=tea", "--revision", revision, "--json").stdout)
+@pytest.mark.parametrize(
+    "revision", ["2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25", "2026-07-28"]
+)
+def test_call_accepts_any_revision(revision: str) -> None:
+    document = json.loads(
+        invoke("call", SHOP, "price", "sku=tea", "--revision", revision, "--json").stdout
+    )
     assert (document["result"], document["revision"]) in ((450, revision), ("450", revision))
 
 
@@ -106,16 +113,19 @@ def test_mistakes_in_a_call_are_reported(words: list[str], exit: int, what: str,
     assert document["error"]["exit"] == exit
 
 
-def test_a_handler_that_fails_is_the_servers_error(odd: str) -> None:
+def test_handler_that_fails_is_the_servers_error(odd: str) -> None:
     run = wirecall("call", odd, "broken", "--json")
     assert run.returncode == Exit.REMOTE
     assert json.loads(run.stdout)["error"]["code"] == -32603
-    assert b"ZeroDivisionError" in run.stderr  # the log of the app, which is ours to see
+    assert b"ZeroDivisionError" in run.stderr  # the log of the app, which its user may see
 
 
 def test_results_of_all_kinds(odd: str) -> None:
     assert invoke("call", odd, "picture").stdout == "look\n[image/png, 3 bytes]\n"
-    assert [block["type"] for block in json.loads(invoke("call", odd, "picture", "--json").stdout)["result"]] == [
+    assert [
+        block["type"]
+        for block in json.loads(invoke("call", odd, "picture", "--json").stdout)["result"]
+    ] == [
         "text",
         "image",
     ]
@@ -131,13 +141,14 @@ def test_all_arguments_at_once_and_by_position() -> None:
     assert invoke("call", HELLO, "sum", "--args", "[1, 2, 3]").stdout == "6\n"
 
 
-# --- keys -----------------------------------------------------------------------------------------------------------
+# --- keys -----------------------------------------------------------------------------------------
 
 
-def test_a_key_makes_a_call_repeatable(tmp_path: Path) -> None:
+def test_key_makes_a_call_repeatable(tmp_path: Path) -> None:
     ledger = f"sqlite:{tmp_path / 'ledger.db'}"
     words = ["call", SHOP, "charge", "order=7", "cents=5", "--key", "k-1", "--ledger", ledger]
-    first, second = wirecall(*words, "--json"), wirecall(*words)
+    first = wirecall(*words, "--json")
+    second = wirecall(*words)
     assert json.loads(first.stdout) == {
         "ok": True,
         "result": {"order": "7", "paid": 5},
@@ -150,8 +161,17 @@ def test_a_key_makes_a_call_repeatable(tmp_path: Path) -> None:
     assert json.loads(second.stdout) == {"order": "7", "paid": 5}
 
 
-def test_a_key_that_was_used_otherwise_is_refused(tmp_path: Path) -> None:
-    words = ["call", SHOP, "charge", "order=7", "--key", "k-1", "--ledger", f"sqlite:{tmp_path / 'ledger.db'}"]
+def test_key_that_was_used_for_another_call_is_refused(tmp_path: Path) -> None:
+    words = [
+        "call",
+        SHOP,
+        "charge",
+        "order=7",
+        "--key",
+        "k-1",
+        "--ledger",
+        f"sqlite:{tmp_path / 'ledger.db'}",
+    ]
     assert invoke(*words, "cents=5").exit_code == 0
     run = invoke(*words, "cents=9", "--json")
     assert run.exit_code == Exit.KEY
@@ -160,31 +180,43 @@ def test_a_key_that_was_used_otherwise_is_refused(tmp_path: Path) -> None:
     assert "use a new key" in error["next"]
 
 
-def test_a_generated_key_is_printed() -> None:
+def test_generated_key_is_printed() -> None:
     run = invoke("call", SHOP, "charge", "order=7", "cents=5", "--key", "auto")
     assert "   key 0" in run.stderr
-    assert len(json.loads(invoke("call", SHOP, "charge", "order=7", "cents=5", "--json").stdout)["key"]) == 36
+    assert (
+        len(
+            json.loads(invoke("call", SHOP, "charge", "order=7", "cents=5", "--json").stdout)["key"]
+        )
+        == 36
+    )
 
 
-def test_a_key_that_will_be_forgotten_is_warned_about() -> None:
-    assert "forgets the key" in invoke("call", SHOP, "charge", "order=7", "cents=5", "--key", "k-1").stderr
+def test_key_that_no_ledger_will_keep_prints_a_warning() -> None:
+    assert (
+        "forgets the key"
+        in invoke("call", SHOP, "charge", "order=7", "cents=5", "--key", "k-1").stderr
+    )
 
 
-def test_a_bad_key_is_not_sent() -> None:
+def test_bad_key_is_not_sent() -> None:
     run = invoke("call", SHOP, "charge", "order=7", "cents=5", "--key", "two words")
     assert run.exit_code == Exit.USAGE
     assert "is not a key" in run.stderr
 
 
-def test_a_query_has_no_key() -> None:
-    assert "key" not in json.loads(invoke("call", SHOP, "price", "sku=tea", "--as", "mcp", "--json").stdout)
+def test_query_has_no_key() -> None:
+    assert "key" not in json.loads(
+        invoke("call", SHOP, "price", "sku=tea", "--as", "mcp", "--json").stdout
+    )
 
 
-# --- destructive calls (T5) -----------------------------------------------------------------------------------------
+# --- destructive calls (T5) -----------------------------------------------------------------------
 
 
 def on_a_terminal(*words: str, answer: bytes) -> tuple[int, str]:
-    """The command with a terminal for stdin and stderr; gives the exit code and what the person sees."""
+    """Run the command with a terminal as stdin and stderr; return the exit code and what the person
+    sees.
+    """
     person, terminal = pty.openpty()
     command = [sys.executable, "-m", "wirecall", *words]
     process = subprocess.Popen(command, stdin=terminal, stderr=terminal, stdout=subprocess.PIPE)
@@ -208,7 +240,7 @@ def _seen(terminal: int) -> str:
     return seen.decode()
 
 
-def test_a_destructive_call_asks_first_on_a_terminal(odd: str) -> None:
+def test_destructive_call_asks_first_on_a_terminal(odd: str) -> None:
     code, seen = on_a_terminal("call", odd, "wipe", "what=disk", answer=b"n\n")
     assert code == Exit.INTERRUPTED
     assert "may destroy" in seen
@@ -220,14 +252,14 @@ def test_a_destructive_call_asks_first_on_a_terminal(odd: str) -> None:
     assert (code, "may destroy" in seen) == (0, False)
 
 
-def test_without_a_terminal_there_is_no_question(odd: str) -> None:
+def test_call_without_a_terminal_does_not_ask(odd: str) -> None:
     assert invoke("call", odd, "wipe", "what=disk").stdout == "disk is gone\n"
 
 
-# --- list and show --------------------------------------------------------------------------------------------------
+# --- list and show --------------------------------------------------------------------------------
 
 
-def test_a_list_has_marks() -> None:
+def test_list_has_marks() -> None:
     shown = invoke("list", SHOP).stdout
     rows = {line.split()[1]: line for line in shown.splitlines()}
     assert shown.splitlines()[0].split() == ["KIND", "NAME", "HINTS", "SUMMARY"]
@@ -251,16 +283,133 @@ def add() -> int: return 3
 """
 
 
-def test_one_server_has_the_same_marks_however_it_is_asked(tmp_path: Path) -> None:
+def test_list_has_the_same_marks_for_every_kind_of_target(tmp_path: Path) -> None:
     (tmp_path / "bare.py").write_text(BARE)
     with serving(str(tmp_path / "bare.py")) as url:
-        lists = [invoke("list", *words, "--json") for words in ([str(tmp_path / "bare.py")], [url], [f"{url}/mcp"])]
-    hints = [{each["name"]: each["hints"] for each in json.loads(run.stdout)["result"]} for run in lists]
+        lists = [
+            invoke("list", *words, "--json")
+            for words in ([str(tmp_path / "bare.py")], [url], [f"{url}/mcp"])
+        ]
+    hints = [
+        {each["name"]: each["hints"] for each in json.loads(run.stdout)["result"]} for run in lists
+    ]
     assert hints[0] == hints[1] == hints[2]
-    assert hints[0]["change"] == {"readOnly": False, "destructive": True, "openWorld": True, "keyed": True}
+    assert hints[0]["change"] == {
+        "readOnly": False,
+        "destructive": True,
+        "openWorld": True,
+        "keyed": True,
+    }
 
 
-def test_a_list_on_a_terminal_has_the_same_words() -> None:
+def test_list_marks_open_world_only_where_it_distinguishes(limited: str, tmp_path: Path) -> None:
+    """T5: the rows of the first app are all open, one of the second is not."""
+    shown = invoke("list", limited)
+    assert "! open-world" not in shown.stdout
+    assert "open-world" in shown.stderr
+    (tmp_path / "bare.py").write_text(BARE)
+    other = invoke("list", str(tmp_path / "bare.py"))
+    rows = {line.split()[1]: line for line in other.stdout.splitlines()}
+    assert "! open-world" in rows["change"]
+    assert "! open-world" not in rows["add"]
+    assert "open-world" not in other.stderr
+
+
+LIMITED = '''
+import base64, datetime, uuid
+from decimal import Decimal
+from typing import Annotated, Literal
+from msgspec import Meta
+from wirecall import App
+from wirecall.mcp import Image
+app = App("limited")
+@app.query(task=3.0)
+async def order(
+    id: uuid.UUID,
+    day: datetime.date,
+    count: Annotated[int, Meta(ge=1, le=9)],
+    name: Annotated[str, Meta(max_length=20, pattern="^[a-z]+$")],
+    price: Decimal,
+    size: Literal["small", "large"] = "small",
+    weight: Annotated[float, Meta(gt=0)] | None = None,
+    tags: Annotated[list[str], Meta(min_length=2)] = (),
+    data: bytes = b"",
+) -> bytes:
+    """Order an article."""
+    return data
+@app.query
+def data(n: int = 1) -> bytes:
+    return bytes(range(n))
+@app.query
+def nested() -> dict[str, list[bytes]]:
+    return {}
+@app.tool
+def draw(count: int = 1) -> list[Image]:
+    return [Image(b"picture %d" % n, "image/png") for n in range(count)]
+@app.resource("file://logo", mime_type="image/png")
+def logo() -> bytes:
+    return b"logo"
+'''
+
+
+@pytest.fixture
+def limited(tmp_path: Path) -> str:
+    file = tmp_path / "limited.py"
+    file.write_text(LIMITED)
+    return str(file)
+
+
+def test_show_has_limits_patterns_formats_and_tasks(limited: str) -> None:
+    shown = invoke("show", limited, "order").stdout
+    for line in (
+        "id      text, uuid",
+        "day     text, date",
+        "count   a whole number, 1 to 9",
+        "name    text, matches ^[a-z]+$, at most 20 characters",
+        "price   text, decimal",
+        "size    one of small, large",
+        "weight  a number or null, above 0",
+        "tags    a list of text, at least 2 entries",
+        "data    text, base64",
+        "Returns text, base64",
+        "A call becomes a task after 3 s.",
+    ):
+        assert line in shown, line
+
+
+@pytest.mark.parametrize("protocol", ["rpc", "mcp"])
+def test_call_saves_the_bytes_of_a_result(limited: str, protocol: str, tmp_path: Path) -> None:
+    file = tmp_path / "bytes.bin"
+    done = invoke("call", limited, "data", "n=4", "--as", protocol, "--save", str(file))
+    assert file.read_bytes() == b"\x00\x01\x02\x03"
+    assert "4 bytes" in done.stderr
+
+
+def test_call_saves_images_and_resources(limited: str, tmp_path: Path) -> None:
+    one = tmp_path / "one.png"
+    invoke("call", limited, "draw", "--save", str(one))
+    assert one.read_bytes() == b"picture 0"
+    invoke("call", limited, "draw", "count=2", "--save", str(tmp_path / "two.png"))
+    assert (tmp_path / "two-1.png").read_bytes() == b"picture 0"
+    assert (tmp_path / "two-2.png").read_bytes() == b"picture 1"
+    logo = tmp_path / "logo.png"
+    invoke("call", limited, "file://logo", "--save", str(logo))
+    assert logo.read_bytes() == b"logo"
+
+
+def test_call_that_cannot_save_says_why(limited: str, tmp_path: Path) -> None:
+    file = str(tmp_path / "price.bin")
+    nothing = invoke("call", SHOP, "price", "sku=tea", "--save", file)
+    assert nothing.exit_code != 0
+    assert "450" in nothing.stdout
+    assert "There is nothing to save." in nothing.stderr
+    for wrong in (str(tmp_path), str(tmp_path / "none" / "a.bin")):
+        refused = invoke("call", limited, "data", "--save", wrong)
+        assert refused.exit_code != 0
+        assert "folder" in refused.stderr
+
+
+def test_list_on_a_terminal_has_the_same_words() -> None:
     person, terminal = pty.openpty()
     with subprocess.Popen(
         [sys.executable, "-m", "wirecall", "list", SHOP], stdout=terminal, stdin=subprocess.DEVNULL
@@ -273,7 +422,7 @@ def test_a_list_on_a_terminal_has_the_same_words() -> None:
 
 
 @pytest.mark.parametrize("protocol", ["rpc", "mcp"])
-def test_a_list_as_json(protocol: str) -> None:
+def test_list_as_json(protocol: str) -> None:
     offers = json.loads(invoke("list", SHOP, "--as", protocol, "--json").stdout)["result"]
     price = next(offer for offer in offers if offer["name"] == "price")
     assert price["hints"]["readOnly"] is True
@@ -286,14 +435,14 @@ def test_missing_hints_are_shown_as_unstated() -> None:
     assert shown.count("? unstated") == 3
 
 
-def test_a_list_where_there_is_no_unicode() -> None:
+def test_list_where_there_is_no_unicode() -> None:
     run = wirecall("list", SHOP, env={"PYTHONIOENCODING": "ascii"})
     assert run.returncode == 0
     assert b"destructive" in run.stdout
 
 
-def test_a_server_does_not_write_to_the_terminal(tmp_path: Path) -> None:
-    """Names and texts come from others: what they would tell a terminal is shown, and not obeyed."""
+def test_server_does_not_write_to_the_terminal(tmp_path: Path) -> None:
+    """Names and descriptions come from others: their control characters are shown, not obeyed."""
     app = "from wirecall import App\napp = App('a')\n"
     method = "@app.query(title='\\x1b[2Jgone')\ndef one() -> str:\n    return '\\x1b[2J'\n"
     (tmp_path / "evil.py").write_text(app + method)
@@ -301,13 +450,16 @@ def test_a_server_does_not_write_to_the_terminal(tmp_path: Path) -> None:
         run = invoke(*words, str(tmp_path / "evil.py"), *(["one"] if words == ["show"] else []))
         assert "\\u001b[2Jgone" in run.stdout
         assert "\x1b" not in run.stdout
-    assert invoke("call", str(tmp_path / "evil.py"), "one").stdout == "\x1b[2J\n"  # to a pipe as it is
+    # To a pipe as it is.
+    assert invoke("call", str(tmp_path / "evil.py"), "one").stdout == "\x1b[2J\n"
 
 
-def test_a_list_can_be_narrowed() -> None:
+def test_list_can_be_narrowed() -> None:
     assert len(invoke("list", SHOP, "--kind", "query").stdout.splitlines()) == 2
     assert len(invoke("list", SHOP, "--filter", "MONEY").stdout.splitlines()) == 3
-    assert invoke("list", SHOP, "--filter", "no such thing").stderr == "None of 6 entries matches.\n"
+    assert (
+        invoke("list", SHOP, "--filter", "no such thing").stderr == "None of 6 entries matches.\n"
+    )
 
 
 def test_show_prints_a_command_to_type() -> None:
@@ -316,7 +468,9 @@ def test_show_prints_a_command_to_type() -> None:
     assert f"wirecall call {SHOP} charge order=... cents=... --key auto" in shown
     assert "application/json" in invoke("show", SHOP, "shop://articles").stdout
     assert "order  text  required" in invoke("show", SHOP, "reminder").stdout
-    assert json.loads(invoke("show", SHOP, "charge", "--json").stdout)["result"]["kind"] == "command"
+    assert (
+        json.loads(invoke("show", SHOP, "charge", "--json").stdout)["result"]["kind"] == "command"
+    )
 
 
 def test_show_of_an_unknown_name() -> None:
@@ -325,7 +479,7 @@ def test_show_of_an_unknown_name() -> None:
     assert "did you mean charge?" in run.stderr
 
 
-def test_a_name_without_the_prefix_of_its_router_is_found(tmp_path: Path) -> None:
+def test_name_without_the_prefix_of_its_router_is_found(tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(
         "from wirecall import App\napp = App('x')\n"
         "app.query(name='articles.price')(lambda: 1)\napp.query(name='prices')(lambda: 1)\n"

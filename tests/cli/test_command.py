@@ -16,7 +16,8 @@ from tests.cli import HELLO, ROOT, SHOP, invoke, wirecall
 from wirecall.cli import VERBS
 from wirecall.cli.failures import TEXTS, Exit
 
-OLDEST = {"python_version": "3.11", "python_full_version": "3.11.0"}  # the Python that needs most packages
+# The Python that needs most packages.
+OLDEST = {"python_version": "3.11", "python_full_version": "3.11.0"}
 
 
 def test_version_and_help_from_a_shell() -> None:
@@ -28,18 +29,18 @@ def test_version_and_help_from_a_shell() -> None:
     assert all(f"  {int(code)} " in shown for code in TEXTS)
 
 
-def test_every_exit_code_is_explained() -> None:
+def test_exit_codes_are_explained() -> None:
     assert set(TEXTS) == set(Exit)
 
 
-def test_without_a_verb_the_help_is_shown() -> None:
+def test_command_without_a_verb_shows_the_help() -> None:
     run = invoke()
     assert run.exit_code == 2
     assert "Exit codes" in run.stderr
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_help(verb: str) -> None:
+def test_verbs_have_help(verb: str) -> None:
     run = invoke(verb, "--help")
     assert run.exit_code == 0
     assert "Usage: wirecall" in run.stdout
@@ -52,12 +53,12 @@ def test_h_is_short_for_help(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("verb", ["list", "show", "call", "batch", "send", "probe", "install"])
-def test_the_help_of_a_verb_explains_its_target(verb: str) -> None:
+def test_help_of_a_verb_explains_its_target(verb: str) -> None:
     shown = invoke(verb, "--help").stdout
     assert all(text in shown for text in ("shop.py:app", "http://127.0.0.1:8420", "-- COMMAND ..."))
 
 
-def test_help_imports_neither_asyncio_nor_the_modules_of_verbs() -> None:
+def test_help_does_not_import_asyncio_or_the_modules_of_verbs() -> None:
     script = (
         "import sys\n"
         "from wirecall.cli import main\n"
@@ -65,8 +66,12 @@ def test_help_imports_neither_asyncio_nor_the_modules_of_verbs() -> None:
         "except SystemExit: pass\n"
         "print(*sorted(sys.modules), file=sys.stderr)"
     )
-    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stderr.split()
-    assert not {"asyncio", "aiohttp", "rich", "logging", "json", "ssl", "importlib.metadata"} & set(loaded)
+    loaded = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    ).stderr.split()
+    assert not {"asyncio", "aiohttp", "rich", "logging", "json", "ssl", "importlib.metadata"} & set(
+        loaded
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,13 +102,29 @@ def test_help_imports_neither_asyncio_nor_the_modules_of_verbs() -> None:
             "next: --ledger sqlite:PATH",
         ),
         (["serve", "http://127.0.0.1:1"], "is not a file", ""),
-        (["call", "http://127.0.0.1:1", "x", "--ledger", "memory:"], "--ledger is for an app in a file", ""),
+        (
+            ["call", "http://127.0.0.1:1", "x", "--ledger", "memory:"],
+            "--ledger is for an app in a file",
+            "",
+        ),
         (["dev", "nowhere.py"], "There is no file nowhere.py", ""),
-        (["serve", SHOP, "--audit", "x"], "'x' is not an audit trail", "next: --audit file:audit.jsonl"),
+        (
+            ["serve", SHOP, "--audit", "x"],
+            "'x' is not an audit trail",
+            "next: --audit file:audit.jsonl",
+        ),
         (["call", SHOP, "price", "--header", "A: b\nC: d"], "is not a header", "on one line"),
         (["call", SHOP, "price", "--args", "5"], "--args is not an object", "got 5"),
-        (["call", SHOP, "price", "qqqqqq=1"], "There is no argument 'qqqqqq'", "the only one is sku"),
-        (["batch", SHOP, "nowhere"], "nowhere cannot be read", "next: give the path of a file, or -"),
+        (
+            ["call", SHOP, "price", "qqqqqq=1"],
+            "There is no argument 'qqqqqq'",
+            "the only one is sku",
+        ),
+        (
+            ["batch", SHOP, "nowhere"],
+            "nowhere cannot be read",
+            "next: give the path of a file, or -",
+        ),
         (["ledger", "list", "sqlite:"], "The ledger sqlite: has no path", "next: sqlite:ledger.db"),
         (["audit", "tail", "."], ". is a folder", "an audit trail is a file"),
         (
@@ -111,7 +132,11 @@ def test_help_imports_neither_asyncio_nor_the_modules_of_verbs() -> None:
             "--accept writes",
             f"next: wirecall diff contract.json {SHOP} --accept",
         ),
-        (["login", "http://127.0.0.1:1", "--client-secret-file", "x"], "x cannot be read", "why: No such file or directory"),
+        (
+            ["login", "http://127.0.0.1:1", "--client-secret-file", "x"],
+            "x cannot be read",
+            "why: No such file or directory",
+        ),
         (["completion"], "Missing argument 'SHELL'", "bash, zsh, fish"),
     ],
 )
@@ -132,13 +157,22 @@ def test_verbs_are_completed_without_being_loaded() -> None:
         "except SystemExit: pass\n"
         "print(*sorted(sys.modules), file=sys.stderr)"
     )
-    environment = {**os.environ, "_WIRECALL_COMPLETE": "bash_complete", "COMP_WORDS": "wirecall se", "COMP_CWORD": "1"}
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
+    environment = {
+        **os.environ,
+        "_WIRECALL_COMPLETE": "bash_complete",
+        "COMP_WORDS": "wirecall se",
+        "COMP_CWORD": "1",
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment
+    )
     assert run.stdout.split() == ["plain,serve", "plain,send"]
     assert "wirecall.cli.serve" not in run.stderr.split()
 
 
-@pytest.mark.parametrize("words", [["clal"], ["call", "--bogus"], ["call", SHOP, "prise"], ["call", "nowhere.py", "x"]])
+@pytest.mark.parametrize(
+    "words", [["clal"], ["call", "--bogus"], ["call", SHOP, "prise"], ["call", "nowhere.py", "x"]]
+)
 def test_json_is_one_document_also_on_failure(words: list[str]) -> None:
     run = invoke(*words, "--json")
     document = json.loads(run.stdout)
@@ -154,8 +188,8 @@ def test_json_after_two_dashes_belongs_to_the_child_command() -> None:
     assert run.exit_code == Exit.UNREACHABLE
 
 
-def test_a_fault_of_ours_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wirecall.cli.call.listed", lambda *_: 1 / 0)
+def test_internal_error_says_that_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wirecall.cli.offers.listed", lambda *_: 1 / 0)
     run = invoke("list", HELLO)
     assert run.exit_code == Exit.FAULT
     assert "went wrong inside wirecall" in run.stderr
@@ -163,19 +197,22 @@ def test_a_fault_of_ours_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Traceback" not in run.stderr
 
 
-def test_a_fault_of_ours_has_a_traceback_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wirecall.cli.call.listed", lambda *_: 1 / 0)
+def test_internal_error_has_a_traceback_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wirecall.cli.offers.listed", lambda *_: 1 / 0)
     monkeypatch.setenv("WIRECALL_TRACEBACK", "1")
     assert "Traceback" in invoke("list", HELLO).stderr
 
 
-def test_every_verb_and_every_exit_code_is_in_the_docs() -> None:
+def test_docs_have_every_verb_and_every_exit_code() -> None:
     page = (ROOT / "docs" / "cli.md").read_text()
-    assert all(f"| {int(code)} | {text.replace('--key', '`--key`')} |" in page for code, text in TEXTS.items())
+    assert all(
+        f"| {int(code)} | {text.replace('--key', '`--key`')} |" in page
+        for code, text in TEXTS.items()
+    )
     assert all(f"wirecall {verb} " in page or f"`{verb}" in page for verb in VERBS)
 
 
-def test_the_readme_counts_the_packages_of_a_plain_install() -> None:
+def test_readme_counts_the_packages_of_a_plain_install() -> None:
     """As many as README says, and fewer than 20 besides uvloop, which only Linux and macOS get."""
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     packages = with_needed(needed, {"wirecall"})
@@ -187,7 +224,9 @@ def with_needed(lines: list[str], found: set[str]) -> set[str]:
     """The packages of some requirements and all that these require, without extras."""
     for need in map(Requirement, lines):
         name = canonicalize_name(need.name)
-        if name not in found and (need.marker is None or need.marker.evaluate({"extra": "", **OLDEST})):
+        if name not in found and (
+            need.marker is None or need.marker.evaluate({"extra": "", **OLDEST})
+        ):
             found.add(name)
             with_needed(metadata.requires(name) or [], found)
     return found

@@ -1,4 +1,6 @@
-"""`App.configure`, by which the command line replaces what an app says about itself; and which verbs do so."""
+"""`App.configure`, by which the command line replaces what an app says about itself; and which
+verbs do so.
+"""
 
 import json
 from pathlib import Path
@@ -32,14 +34,14 @@ def test_given_settings_are_replaced_and_the_others_stay() -> None:
     assert made.ledger_url == "sqlite:x.db"
 
 
-def test_after_the_first_call_it_is_too_late() -> None:
+def test_configure_after_the_first_call_is_too_late() -> None:
     made = app()
     made.handle_sync(CALL)
     with pytest.raises(UsageError, match="serving already"):
         made.configure(ledger="memory:")
 
 
-def test_a_ledger_that_a_command_cannot_live_with_is_refused() -> None:
+def test_ledger_that_a_command_cannot_use_is_refused() -> None:
     made = App("a", ledger="sqlite:x.db")
 
     @made.command(on_crash="transactional")
@@ -51,7 +53,7 @@ def test_a_ledger_that_a_command_cannot_live_with_is_refused() -> None:
         made.configure(ledger="nowhere")
 
 
-# --- an app in a file is called as it would be served --------------------------------------------------------------------
+# --- an app in a file is called as it would be served ---------------------------------------------
 
 SOURCE = """\
 from pathlib import Path
@@ -88,11 +90,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def charged(*more: str) -> Any:
-    return json.loads(invoke("call", "app.py", "charge", "order=7", "--key", "k", "--json", *more).stdout)
+    return json.loads(
+        invoke("call", "app.py", "charge", "order=7", "--key", "k", "--json", *more).stdout
+    )
 
 
-def test_call_batch_and_send_have_the_ledger_of_wirecall_toml(folder: Path) -> None:
-    """They used to have the app's own ledger in memory, which forgot a key that was offered for a retry."""
+def test_call_batch_and_send_use_the_ledger_of_wirecall_toml(folder: Path) -> None:
+    """They used the app's own ledger in memory before, which forgot a key that was offered for a
+    retry.
+    """
     assert (charged()["replayed"], charged()["replayed"]) == (False, True)
     assert json.loads(invoke("batch", "app.py", input=LINE).stdout)["replayed"] is True
     assert json.loads(invoke("send", "app.py", input=RAW).stdout)["result"] == 1
@@ -100,14 +106,19 @@ def test_call_batch_and_send_have_the_ledger_of_wirecall_toml(folder: Path) -> N
     assert "charge" in invoke("ledger", "list").stdout
 
 
-def test_they_have_its_limits_and_its_audit_trail_too(folder: Path) -> None:
+def test_call_batch_and_send_use_the_limits_and_the_audit_trail_of_wirecall_toml(
+    folder: Path,
+) -> None:
     charged()
-    assert [json.loads(line)["key"] for line in (folder / "data" / "audit.jsonl").read_text().splitlines()] == ["k"]
+    assert [
+        json.loads(line)["key"]
+        for line in (folder / "data" / "audit.jsonl").read_text().splitlines()
+    ] == ["k"]
     refused = invoke("call", "app.py", "charge", f"order={'7' * 400}", "--json")
     assert json.loads(refused.stdout)["error"]["data"]["limit"] == "bytes_in"
 
 
-def test_a_flag_goes_over_wirecall_toml(folder: Path) -> None:
+def test_flag_overrides_wirecall_toml(folder: Path) -> None:
     for _ in range(2):
         assert charged("--ledger", "sqlite:other.db")["key"] == "k"
     assert charged()["replayed"] is False
@@ -115,8 +126,12 @@ def test_a_flag_goes_over_wirecall_toml(folder: Path) -> None:
     assert (folder / "effects").read_text() == "777"
 
 
-@pytest.mark.parametrize("words", [["call", "app.py", "charge", "order=7"], ["batch", "app.py"], ["send", "app.py"]])
-def test_a_mistake_in_wirecall_toml_is_reported_before_anything_runs(words: list[str], folder: Path) -> None:
+@pytest.mark.parametrize(
+    "words", [["call", "app.py", "charge", "order=7"], ["batch", "app.py"], ["send", "app.py"]]
+)
+def test_mistake_in_wirecall_toml_is_reported_before_anything_runs(
+    words: list[str], folder: Path
+) -> None:
     Path("wirecall.toml").write_text("[ledger]\nurl = 'mysql://localhost/shop'\n")
     run = invoke(*words, input=LINE)
     assert run.exit_code == 2
@@ -124,9 +139,9 @@ def test_a_mistake_in_wirecall_toml_is_reported_before_anything_runs(words: list
     assert not (folder / "effects").exists()
 
 
-def test_a_command_of_unknown_outcome_names_the_ledger_that_it_is_in(folder: Path) -> None:
+def test_command_of_unknown_outcome_names_the_ledger_that_it_is_in(folder: Path) -> None:
     Path("app.py").write_text(SOURCE.replace("with Path", "raise ValueError\n    with Path"))
     charged()
     told = charged()["error"]["next"]
-    assert "wirecall ledger resolve app.py charge k --done, or --not-done" in told
-    assert invoke("ledger", "resolve", "app.py", "charge", "k", "--not-done").exit_code == 0
+    assert "then: wirecall ledger resolve app.py --not-done charge k, or: " in told
+    assert invoke("ledger", "resolve", "app.py", "--not-done", "charge", "k").exit_code == 0

@@ -1,4 +1,6 @@
-"""`lock`, `diff` and `client`: the contract of a server as a file, exit code 9 if callers break, and a typed client."""
+"""`lock`, `diff` and `client`: the contract of a server as a file, exit code 9 if callers break,
+and a typed client.
+"""
 
 import json
 import re
@@ -12,7 +14,9 @@ import pytest
 from tests.cli import SHOP, invoke, serving, wirecall
 from wirecall.cli.failures import Exit
 
-APP = "from wirecall import App\napp = App('a')\n@app.query\ndef one(x: int) -> int:\n    return x\n"
+APP = (
+    "from wirecall import App\napp = App('a')\n@app.query\ndef one(x: int) -> int:\n    return x\n"
+)
 BROKEN = APP.replace("x: int)", "x: int, y: int)")
 WIDER = APP.replace("x: int)", "x: int, y: int = 1)")
 
@@ -25,7 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_lock_file_from_a_shell(folder: Path) -> None:
+def test_lock_file_from_a_shell(folder: Path) -> None:
     run = wirecall("lock", "app.py", cwd=folder)
     assert (run.returncode, run.stdout) == (0, b"contract.json\n")
     first = (folder / "contract.json").read_bytes()
@@ -35,7 +39,7 @@ def test_a_lock_file_from_a_shell(folder: Path) -> None:
     assert wirecall("lock", "app.py", "-o", "-", cwd=folder).stdout == first
 
 
-def test_exit_code_9_if_callers_break(folder: Path) -> None:
+def test_diff_exits_with_9_if_callers_break(folder: Path) -> None:
     assert invoke("lock", "app.py").exit_code == 0
     assert invoke("diff", "contract.json", "app.py").exit_code == 0
     run = wirecall("diff", "contract.json", "broken.py", cwd=folder)
@@ -55,10 +59,16 @@ def test_json(folder: Path) -> None:
     document = json.loads(run.stdout)
     assert run.exit_code == 0
     assert document["ok"] is True
-    assert (document["result"]["breaking"], document["result"]["careful"], document["result"]["fine"]) == (0, 0, 2)
-    assert {"level": "fine", "place": "method one, argument y", "text": "is new, and optional"} in document["result"][
-        "changes"
-    ]
+    assert (
+        document["result"]["breaking"],
+        document["result"]["careful"],
+        document["result"]["fine"],
+    ) == (0, 0, 2)
+    assert {
+        "level": "fine",
+        "place": "method one, argument y",
+        "text": "is new, and optional",
+    } in document["result"]["changes"]
 
 
 def test_accept_writes_the_new_contract(folder: Path) -> None:
@@ -70,7 +80,7 @@ def test_accept_writes_the_new_contract(folder: Path) -> None:
     assert "--accept writes a lock file" in run.stderr
 
 
-def test_a_server_is_compared_by_both_protocols(folder: Path) -> None:
+def test_server_is_compared_by_both_protocols(folder: Path) -> None:
     invoke("lock", SHOP)
     with serving(SHOP) as address:
         for words in ([address], [f"{address}/mcp"], [address, "--as", "mcp"]):
@@ -81,7 +91,7 @@ def test_a_server_is_compared_by_both_protocols(folder: Path) -> None:
     assert invoke("diff", "contract.json", "--", sys.executable, SHOP).exit_code == 0
 
 
-def test_the_contract_of_an_mcp_server_on_stdio(folder: Path) -> None:
+def test_contract_of_an_mcp_server_on_stdio(folder: Path) -> None:
     assert invoke("lock", "-o", "shop.json", "--", sys.executable, SHOP).exit_code == 0
     document = json.loads((folder / "shop.json").read_bytes())
     assert set(document["tools"]) == {"price", "charge", "refund"}
@@ -107,10 +117,16 @@ def edited(folder: Path, **members: Any) -> None:
         ({"methods": {}}, "was edited", "its digest is not that of its offers"),
         ({"methods": 7}, "is damaged", "$.methods"),
         # The codes of errors become code in a generated client, and are numbers.
-        ({"methods": {"f": {"params": {}, "errors": {"print()": "x"}}}}, "is damaged", "matching regex"),
+        (
+            {"methods": {"f": {"params": {}, "errors": {"print()": "x"}}}},
+            "is damaged",
+            "matching regex",
+        ),
     ],
 )
-def test_a_lock_file_that_cannot_be_used(folder: Path, members: dict[str, Any], what: str, why: str) -> None:
+def test_lock_file_that_cannot_be_used(
+    folder: Path, members: dict[str, Any], what: str, why: str
+) -> None:
     edited(folder, **members)
     run = invoke("diff", "contract.json", "app.py")
     assert run.exit_code == Exit.USAGE
@@ -125,10 +141,22 @@ def test_a_lock_file_that_cannot_be_used(folder: Path, members: dict[str, Any], 
         (["diff", "nowhere.json", "app.py"], Exit.USAGE, "There is no lock file nowhere.json"),
         (["diff", ".", "app.py"], Exit.USAGE, "The lock file . cannot be read"),
         (["diff", "notes.txt", "app.py"], Exit.USAGE, "notes.txt is not a lock file"),
-        (["diff", "good.json", "http://127.0.0.1:1"], Exit.UNREACHABLE, "The server cannot be reached"),
+        (
+            ["diff", "good.json", "http://127.0.0.1:1"],
+            Exit.UNREACHABLE,
+            "The server cannot be reached",
+        ),
         (["diff", "good.json", "nowhere.py"], Exit.USAGE, "There is no file nowhere.py"),
-        (["lock", "app.py", "-o", "notes.txt"], Exit.USAGE, "notes.txt exists, and is not a lock file"),
-        (["lock", "app.py", "-o", "no/folder.json"], Exit.USAGE, "no/folder.json cannot be written"),
+        (
+            ["lock", "app.py", "-o", "notes.txt"],
+            Exit.USAGE,
+            "notes.txt exists, and is not a lock file",
+        ),
+        (
+            ["lock", "app.py", "-o", "no/folder.json"],
+            Exit.USAGE,
+            "no/folder.json cannot be written",
+        ),
         (["lock", "--", "nosuchprogram"], Exit.UNREACHABLE, "did not start"),
     ],
 )
@@ -147,12 +175,15 @@ def test_lock_replaces_a_lock_file_of_another_version(folder: Path) -> None:
     assert invoke("diff", "contract.json", "app.py").exit_code == 0
 
 
-# --- client -------------------------------------------------------------------------------------------------------------
+# --- client ---------------------------------------------------------------------------------------
 
 
-def test_a_client_from_a_shell(folder: Path) -> None:
+def test_client_from_a_shell(folder: Path) -> None:
     with serving(SHOP) as address:
-        assert wirecall("client", address, "-o", "shop_client.py", cwd=folder).stdout == b"shop_client.py\n"
+        assert (
+            wirecall("client", address, "-o", "shop_client.py", cwd=folder).stdout
+            == b"shop_client.py\n"
+        )
         script = (
             "import sys\n"
             "from shop_client import SyncShopClient\n"
@@ -161,12 +192,16 @@ def test_a_client_from_a_shell(folder: Path) -> None:
             "    print(shop.price(sku='tea'), *charged)\n"
         )
         run = subprocess.run(
-            [sys.executable, "-c", script, f"{address}/rpc"], cwd=folder, capture_output=True, text=True, check=False
+            [sys.executable, "-c", script, f"{address}/rpc"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
         )
     assert run.stdout == "450 {'order': '7', 'paid': 5} {'order': '7', 'paid': 5}\n", run.stderr
 
 
-def test_a_client_is_the_same_from_a_file_a_server_and_a_lock_file(folder: Path) -> None:
+def test_client_is_the_same_from_a_file_a_server_and_a_lock_file(folder: Path) -> None:
     invoke("lock", SHOP)
     invoke("client", SHOP, "-o", "one.py")
     invoke("client", "contract.json", "-o", "two.py")
@@ -177,12 +212,15 @@ def test_a_client_is_the_same_from_a_file_a_server_and_a_lock_file(folder: Path)
     assert invoke("client", SHOP, "-o", "one.py").exit_code == 0  # a generated file is replaced
 
 
-def test_a_client_of_an_mcp_server(folder: Path) -> None:
-    run = invoke("client", "-o", "shop_client.py", "--class", "Shop", "--json", "--", sys.executable, SHOP)
+def test_client_of_an_mcp_server(folder: Path) -> None:
+    run = invoke(
+        "client", "-o", "shop_client.py", "--class", "Shop", "--json", "--", sys.executable, SHOP
+    )
     assert json.loads(run.stdout)["result"]["protocol"] == "mcp"
     assert "class SyncShop(SyncCaller):" in (folder / "shop_client.py").read_text()
     assert (
-        invoke("client", SHOP, "--as", "mcp", "--class", "Shop", "-o", "-").stdout == (folder / "shop_client.py").read_text()
+        invoke("client", SHOP, "--as", "mcp", "--class", "Shop", "-o", "-").stdout
+        == (folder / "shop_client.py").read_text()
     )
 
 
@@ -190,12 +228,28 @@ def test_a_client_of_an_mcp_server(folder: Path) -> None:
     ("words", "exit", "what"),
     [
         (["client", "app.py"], Exit.USAGE, "Missing option '-o'"),
-        (["client", "app.py", "-o", "wider.py"], Exit.USAGE, "wider.py exists, and is not a generated client"),
+        (
+            ["client", "app.py", "-o", "wider.py"],
+            Exit.USAGE,
+            "wider.py exists, and is not a generated client",
+        ),
         (["client", "app.py", "-o", "."], Exit.USAGE, ". exists, and is not a generated client"),
-        (["client", "app.py", "-o", "c.py", "--class", "a-b"], Exit.USAGE, "'a-b' cannot be the name of a class"),
-        (["client", "app.py", "-o", "c.py", "--class", "class"], Exit.USAGE, "'class' cannot be the name of a class"),
+        (
+            ["client", "app.py", "-o", "c.py", "--class", "a-b"],
+            Exit.USAGE,
+            "'a-b' cannot be the name of a class",
+        ),
+        (
+            ["client", "app.py", "-o", "c.py", "--class", "class"],
+            Exit.USAGE,
+            "'class' cannot be the name of a class",
+        ),
         (["client", "empty.py", "-o", "c.py"], Exit.USAGE, "There is nothing to call"),
-        (["client", "http://127.0.0.1:1", "-o", "c.py"], Exit.UNREACHABLE, "The server cannot be reached"),
+        (
+            ["client", "http://127.0.0.1:1", "-o", "c.py"],
+            Exit.UNREACHABLE,
+            "The server cannot be reached",
+        ),
     ],
 )
 def test_mistakes_with_clients(folder: Path, words: list[str], exit: Exit, what: str) -> None:

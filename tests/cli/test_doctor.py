@@ -32,14 +32,23 @@ def diagnosis() -> tuple[int, dict[str, list[tuple[str, str]]]]:
     return result.exit_code, found
 
 
-def test_a_healthy_machine() -> None:
+def test_healthy_machine() -> None:
     code, found = diagnosis()
     assert code == 0
-    assert set(found) >= {"python", "packages", "config", "app", "ledger", "port", "clock", "secret"}
+    assert set(found) >= {
+        "python",
+        "packages",
+        "config",
+        "app",
+        "ledger",
+        "port",
+        "clock",
+        "secret",
+    }
     assert {level for name, rows in found.items() for level, _ in rows if name != "files"} == {"ok"}
 
 
-def test_the_table_has_next_steps_for_each_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_has_next_steps_for_each_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WIRECALL_LEDGER_URL", "redis://127.0.0.1:1/0")
     result = invoke("doctor")
     assert result.exit_code == 9
@@ -47,16 +56,19 @@ def test_the_table_has_next_steps_for_each_problem(monkeypatch: pytest.MonkeyPat
     assert "ledger: is it running, and is this its URL?" in result.stderr
 
 
-def test_a_broken_configuration_is_one_finding_and_the_other_checks_go_on() -> None:
+def test_broken_configuration_is_one_finding_and_the_other_checks_continue() -> None:
     Path("wirecall.toml").write_text("[limits]\nbatch = 0\ndepth = 0\n")
     code, found = diagnosis()
     assert code == 9
     assert found["config"][0][0] == "fail"
-    assert "wirecall.toml:2: limits.batch must be a whole number above 0, got 0; it is one of 2" in found["config"][0][1]
+    assert (
+        "wirecall.toml:2: limits.batch must be a whole number above 0, got 0; it is one of 2"
+        in found["config"][0][1]
+    )
     assert found["port"][0][0] == "ok"
 
 
-def test_an_app_that_cannot_be_loaded_and_one_that_can() -> None:
+def test_app_that_cannot_be_loaded_and_one_that_can() -> None:
     Path("wirecall.toml").write_text('[server]\napp = "app.py"\n')
     Path("app.py").write_text("import nothing_of_that_name\n")
     code, found = diagnosis()
@@ -69,9 +81,11 @@ def test_an_app_that_cannot_be_loaded_and_one_that_can() -> None:
     assert code == 0
 
 
-def test_a_ledger_that_is_not_there_yet_and_one_with_unknown_outcomes() -> None:
+def test_ledger_that_is_not_there_yet_and_one_with_unknown_outcomes() -> None:
     Path("wirecall.toml").write_text('[ledger]\nurl = "sqlite:data/ledger.db"\n')
-    assert diagnosis()[1]["ledger"] == [("ok", "data/ledger.db does not exist yet; it can be created")]
+    assert diagnosis()[1]["ledger"] == [
+        ("ok", "data/ledger.db does not exist yet; it can be created")
+    ]
     app = App("shop", ledger="sqlite:data/ledger.db")
 
     @app.command
@@ -97,19 +111,22 @@ def test_tasks_that_end_with_the_process(mode: str) -> None:
     code, found = diagnosis()
     told = ("warn", "the ledger is in memory, so tasks end with the process: render")
     assert (told in found["app"], code) == (mode == "production", 0)
-    Path("wirecall.toml").write_text('[server]\napp = "app.py"\n[ledger]\nurl = "sqlite:ledger.db"\n')
+    Path("wirecall.toml").write_text(
+        '[server]\napp = "app.py"\n[ledger]\nurl = "sqlite:ledger.db"\n'
+    )
     assert told not in diagnosis()[1]["app"]
 
 
-def test_a_ledger_in_a_folder_that_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ledger_in_a_folder_that_is_not_writable(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("wirecall.toml").write_text('[ledger]\nurl = "sqlite:locked/ledger.db"\n')
-    monkeypatch.setattr(os, "access", lambda _path, _mode: False)  # root may run the tests, and can write everywhere
+    # Root may run the tests, and can write everywhere.
+    monkeypatch.setattr(os, "access", lambda _path, _mode: False)
     code, found = diagnosis()
     assert code == 9
     assert found["ledger"][0][0] == "fail"
 
 
-def test_a_port_that_another_process_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_that_another_process_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         monkeypatch.setenv("WIRECALL_SERVER_HTTP", f"127.0.0.1:{other.getsockname()[1]}")
@@ -118,7 +135,7 @@ def test_a_port_that_another_process_uses(monkeypatch: pytest.MonkeyPatch) -> No
     assert found["port"][0][0] == "fail"
 
 
-async def test_a_port_that_a_server_of_ours_has(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_port_that_a_wirecall_server_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     import asyncio
 
     async with served(App("shop")) as url:
@@ -127,28 +144,30 @@ async def test_a_port_that_a_server_of_ours_has(monkeypatch: pytest.MonkeyPatch)
     assert found["port"][0][1].startswith("a wirecall server answers")
 
 
-def test_an_open_address_wants_a_secret_and_production_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_address_needs_a_secret_and_production_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("wirecall.toml").write_text('[server]\napp = "app.py"\n[ledger]\nurl = "sqlite:l.db"\n')
     Path("app.py").write_text(Path(SHOP).read_text())
     monkeypatch.setenv("WIRECALL_SERVER_HTTP", f"0.0.0.0:{free_port()}")
     code, found = diagnosis()
     assert code == 0
     assert found["secret"][0][0] == found["app"][1][0] == "warn"
-    monkeypatch.setenv("WIRECALL_SECRET", "s")
+    monkeypatch.setenv("WIRECALL_SECRET", "0123456789abcdef" * 4)
     monkeypatch.setenv("WIRECALL_MODE", "production")
     _, found = diagnosis()
     assert {level for rows in (found["secret"], found["app"]) for level, _ in rows} == {"ok"}
 
 
 @pytest.mark.parametrize(("soft", "level"), [(4096, "ok"), (1024, "warn"), (64, "fail")])
-def test_a_low_limit_of_open_files_is_reported(soft: int, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_low_limit_of_open_files_is_reported(
+    soft: int, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import resource
 
     monkeypatch.setattr(resource, "getrlimit", lambda _which: (soft, 65_536))
     assert diagnosis()[1]["files"][0][0] == level
 
 
-def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     from importlib.metadata import PackageNotFoundError, version
 
     def missing(name: str) -> Any:
@@ -157,24 +176,26 @@ def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         return version(name)
 
     monkeypatch.setattr("importlib.metadata.version", missing)
-    Path("wirecall.toml").write_text('[server]\nserver = "uvicorn"\n[ledger]\nurl = "redis://127.0.0.1:1/0"\n')
+    Path("wirecall.toml").write_text(
+        '[server]\nserver = "uvicorn"\n[ledger]\nurl = "redis://127.0.0.1:1/0"\n'
+    )
     code, found = diagnosis()
     assert code == 9
     assert [level for level, _ in found["packages"]] == ["fail", "fail", "fail"]
 
 
-def test_of_wirecall_the_version_that_runs_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_that_runs_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkout on the path hides the installed one, whose metadata may be older."""
     monkeypatch.setattr("importlib.metadata.version", lambda _name: "0.0.0")
     assert diagnosis()[1]["packages"][0][1].startswith(f"wirecall {__version__}, msgspec 0.0.0")
 
 
-def test_a_clock_that_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wirecall.cli.project.time.time", lambda: 1_000_000.0)
+def test_clock_that_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wirecall.cli.doctor.time.time", lambda: 1_000_000.0)
     assert diagnosis()[1]["clock"][0][0] == "warn"
 
 
-# --- the app, as MCP clients and models see it -------------------------------------------------------------------------
+# --- the app, as MCP clients and models see it ----------------------------------------------------
 
 
 def app_findings(source: str) -> list[tuple[str, str]]:
@@ -186,15 +207,24 @@ def app_findings(source: str) -> list[tuple[str, str]]:
 
 
 def test_names_of_tools_with_dots_are_a_remark() -> None:
-    """SEP-986: the specification allows them, and some model APIs do not."""
+    """SEP-986: the specification allows them, and some model APIs do not.
+
+    Only `tool_name=` makes one.
+    """
     names = [f"orders.m{number}" for number in range(7)]
-    source = "".join(f'app.query(name="{name}")(lambda: 1)\n' for name in names)
-    source += 'app.query(name="internal.only", expose=("rpc",))(lambda: 1)\napp.query(name="plain-name_2")(lambda: 1)\n'
+    source = "".join(f'app.query(name="{name}", tool_name="{name}")(lambda: 1)\n' for name in names)
+    source += 'app.query(name="orders.dotted")(lambda: 1)\n'
+    source += (
+        'app.query(name="internal.only", expose=("rpc",))(lambda: 1)\n'
+        'app.query(name="plain-name_2")(lambda: 1)\n'
+    )
     shown = "orders.m0, orders.m1, orders.m2, orders.m3, orders.m4 and 2 more"
-    assert app_findings(source) == [("warn", f"some model APIs refuse dots in the names of tools: {shown}")]
+    assert app_findings(source) == [
+        ("warn", f"some model APIs refuse dots in the names of tools: {shown}")
+    ]
 
 
-def test_an_app_without_anything_to_remark() -> None:
+def test_app_without_anything_to_remark() -> None:
     assert app_findings('app.query(name="plain")(lambda: 1)\n') == []
 
 

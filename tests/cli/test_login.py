@@ -27,7 +27,7 @@ async def world() -> AsyncIterator[World]:
 
 
 class Command:
-    """The command, with a home of its own."""
+    """The command, with its own home folder."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -40,7 +40,9 @@ class Command:
 
     async def start(self, *words: str) -> Process:
         command = (sys.executable, "-m", "wirecall", *words)
-        return await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=self.environment)
+        return await asyncio.create_subprocess_exec(
+            *command, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=self.environment
+        )
 
     async def run(self, *words: str, stdin: bytes = b"") -> tuple[int | None, str, str]:
         async with asyncio.timeout(PATIENCE):
@@ -55,7 +57,7 @@ def command(tmp_path: Path) -> Command:
 
 
 @pytest.mark.long
-async def test_a_login_serves_every_verb_until_the_logout(world: World, command: Command) -> None:
+async def test_login_serves_every_verb_until_the_logout(world: World, command: Command) -> None:
     code, out, err = await command.run("login", world.url, "--scope", "read write", "--json")
     assert (code, json.loads(out)["ok"]) == (0, True), err
     assert json.loads(out)["result"]["scopes"] == ["read", "write"]
@@ -64,7 +66,9 @@ async def test_a_login_serves_every_verb_until_the_logout(world: World, command:
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
 
     assert (await command.run("call", world.url, "price"))[:2] == (0, "fine\n")
-    code, out, _ = await command.run("send", world.url, stdin=b'{"jsonrpc":"2.0","method":"price","id":7}\n')
+    code, out, _ = await command.run(
+        "send", world.url, stdin=b'{"jsonrpc":"2.0","method":"price","id":7}\n'
+    )
     assert (code, json.loads(out)["result"]) == (0, "fine")
     code, out, _ = await command.run("auth", "list", "--json")
     (listed,) = json.loads(out)["result"]
@@ -72,11 +76,14 @@ async def test_a_login_serves_every_verb_until_the_logout(world: World, command:
     assert "secret" not in out.replace(listed["client_id"], "")
     code, out, _ = await command.run("auth", "list")
     assert world.url in out
-    assert "refreshed by itself" in out
+    assert "refreshed automatically" in out
 
     code, out, _ = await command.run("logout", world.url, "--json")
     assert [each["revoked"] for each in json.loads(out)["result"]] == [True]
-    assert {request.form["token_type_hint"] for request in world.asked("/revoke")} == {"refresh_token", "access_token"}
+    assert {request.form["token_type_hint"] for request in world.asked("/revoke")} == {
+        "refresh_token",
+        "access_token",
+    }
     assert not world.tokens
     assert not world.refresh_tokens
     code, _, err = await command.run("call", world.url, "price")
@@ -86,7 +93,9 @@ async def test_a_login_serves_every_verb_until_the_logout(world: World, command:
     assert json.loads((await command.run("auth", "list", "--json"))[1])["result"] == []
 
 
-async def test_without_a_browser_the_address_is_printed_and_the_answer_is_pasted(world: World, command: Command) -> None:
+async def test_login_without_a_browser_prints_the_address_and_reads_the_pasted_answer(
+    world: World, command: Command
+) -> None:
     async with asyncio.timeout(PATIENCE):
         process = await command.start("login", world.url, "--no-browser")
         assert process.stderr is not None
@@ -101,7 +110,9 @@ async def test_without_a_browser_the_address_is_printed_and_the_answer_is_pasted
     assert b"secret" not in err
 
 
-async def test_a_refused_login_names_the_command_that_makes_another(world: World, command: Command) -> None:
+async def test_refused_login_names_the_command_that_makes_another(
+    world: World, command: Command
+) -> None:
     assert (await command.run("login", world.url))[0] == 0
     world.tokens.clear()
     world.refresh_tokens.clear()
@@ -111,7 +122,9 @@ async def test_a_refused_login_names_the_command_that_makes_another(world: World
     assert error["next"] == f"wirecall login {world.url}"
 
 
-async def test_missing_scopes_name_the_command_that_asks_for_them(world: World, command: Command) -> None:
+async def test_missing_scopes_name_the_command_that_asks_for_them(
+    world: World, command: Command
+) -> None:
     assert (await command.run("login", world.url))[0] == 0
     world.needs = frozenset({"orders:write"})
     code, out, _ = await command.run("call", world.url, "charge", "--json")
@@ -119,7 +132,9 @@ async def test_missing_scopes_name_the_command_that_asks_for_them(world: World, 
     assert json.loads(out)["error"]["next"] == f"wirecall login {world.url} --scope 'orders:write'"
 
 
-async def test_a_scope_that_is_not_a_word_is_not_made_part_of_a_command(world: World, command: Command) -> None:
+async def test_scope_that_is_not_a_word_is_not_put_into_a_command(
+    world: World, command: Command
+) -> None:
     assert (await command.run("login", world.url))[0] == 0
     world.needs = frozenset({"x';touch"})
     code, out, _ = await command.run("call", world.url, "charge", "--json")
@@ -127,14 +142,16 @@ async def test_a_scope_that_is_not_a_word_is_not_made_part_of_a_command(world: W
     assert "touch" not in json.loads(out)["error"]["next"]
 
 
-async def test_a_header_is_used_instead_of_a_login(world: World, command: Command) -> None:
+async def test_header_is_used_instead_of_a_login(world: World, command: Command) -> None:
     assert (await command.run("login", world.url))[0] == 0
     world.tokens["mine"] = ""
-    assert (await command.run("call", world.url, "price", "--header", "Authorization: Bearer mine"))[0] == 0
+    assert (
+        await command.run("call", world.url, "price", "--header", "Authorization: Bearer mine")
+    )[0] == 0
     assert world.asked("/rpc")[-1].headers["authorization"] == "Bearer mine"
 
 
-async def test_a_login_that_fails_is_exit_3_and_keeps_nothing(world: World, command: Command) -> None:
+async def test_login_that_fails_is_exit_3_and_keeps_nothing(world: World, command: Command) -> None:
     world.answer = {"iss": "https://evil.example"}
     code, out, _ = await command.run("login", world.url, "--json")
     error = json.loads(out)["error"]
@@ -143,7 +160,26 @@ async def test_a_login_that_fails_is_exit_3_and_keeps_nothing(world: World, comm
     assert json.loads((await command.run("auth", "list", "--json"))[1])["result"] == []
 
 
-async def test_a_server_without_revocation_is_left_all_the_same(world: World, command: Command) -> None:
+async def test_login_accepts_an_endpoint_elsewhere_by_name(world: World, command: Command) -> None:
+    async with World() as other:
+        other.answer = {"iss": ""}
+        world.codes = other.codes
+        world.issuer = {
+            "authorization_endpoint": f"{other.base}/authorize",
+            "authorization_response_iss_parameter_supported": None,
+        }
+        code, out, _ = await command.run("login", world.url, "--json")
+        assert code == Exit.AUTH
+        assert "--issuer ISSUER --endpoint ORIGIN" in json.loads(out)["error"]["next"]
+        code, _, err = await command.run("login", world.url, "--endpoint", other.base)
+        assert (code, "--endpoint needs --issuer" in err) == (Exit.USAGE, True)
+        code, _, err = await command.run(
+            "login", world.url, "--issuer", world.base, "--endpoint", other.base
+        )
+        assert code == 0, err
+
+
+async def test_logout_works_at_a_server_without_revocation(world: World, command: Command) -> None:
     world.issuer = {"revocation_endpoint": None}
     assert (await command.run("login", world.url))[0] == 0
     code, out, err = await command.run("logout", world.url)
@@ -151,7 +187,27 @@ async def test_a_server_without_revocation_is_left_all_the_same(world: World, co
     assert "does not revoke tokens" in err
 
 
-async def test_a_file_of_logins_that_others_can_read_stops_every_verb(world: World, command: Command) -> None:
+async def test_login_file_that_is_a_fifo_is_named_by_every_verb(
+    world: World, command: Command
+) -> None:
+    assert (await command.run("login", world.url))[0] == 0
+    (path,) = (command.home / "wirecall" / "logins").glob("*.json")
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    for words in (
+        ("call", world.url, "price"),
+        ("auth", "list"),
+        ("logout", world.url),
+        ("login", world.url),
+    ):
+        code, _, err = await command.run(*words)
+        assert code == Exit.USAGE
+        assert f"{path} is a FIFO" in err
+
+
+async def test_file_of_logins_that_others_can_read_stops_every_verb(
+    world: World, command: Command
+) -> None:
     assert (await command.run("login", world.url))[0] == 0
     for path in (command.home / "wirecall" / "logins").glob("*.json"):
         path.chmod(0o644)
@@ -165,8 +221,14 @@ async def test_mistakes_are_named(world: World, command: Command) -> None:
     secret.write_text("hush\n")
     for words, text in (
         (("login", "shop.py"), "is not an address"),
-        (("login", world.url, "--client-id", "me", "--client-secret-file", str(secret)), "needs --client-id and --issuer"),
-        (("login", world.url, "--client-secret-file", str(command.home / "none")), "cannot be read"),
+        (
+            ("login", world.url, "--client-id", "me", "--client-secret-file", str(secret)),
+            "needs --client-id and --issuer",
+        ),
+        (
+            ("login", world.url, "--client-secret-file", str(command.home / "none")),
+            "cannot be read",
+        ),
     ):
         code, _, err = await command.run(*words)
         assert code == Exit.USAGE

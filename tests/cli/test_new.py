@@ -17,14 +17,22 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_new_project_has_a_test_that_passes_and_a_sound_configuration() -> None:
+def test_new_project_has_a_test_that_passes_and_a_valid_configuration() -> None:
     result = invoke("new", "shop")
     assert result.exit_code == 0
     assert "cd shop && wirecall dev" in result.stdout
     assert "cd 'my shop' && wirecall dev" in invoke("new", "my shop").stdout
-    assert sorted(os.listdir("shop")) == [".gitignore", "README.md", "app.py", "test_app.py", "wirecall.toml"]
+    assert sorted(os.listdir("shop")) == [
+        ".gitignore",
+        "README.md",
+        "app.py",
+        "test_app.py",
+        "wirecall.toml",
+    ]
     words = [sys.executable, "-W", "error", "-m", "unittest"]
-    tests = subprocess.run(words, cwd="shop", capture_output=True, text=True, timeout=PATIENCE, check=False)
+    tests = subprocess.run(
+        words, cwd="shop", capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
     assert tests.returncode == 0, tests.stderr
     assert "Ran 3 tests" in tests.stderr
     assert wirecall("config", "check", cwd="shop").returncode == 0
@@ -39,7 +47,7 @@ def test_generated_files_are_formatted_like_our_own() -> None:
         assert run.returncode == 0, run.stdout
 
 
-def test_its_command_takes_effect_once() -> None:
+def test_new_project_has_a_command_that_takes_effect_once() -> None:
     invoke("new", "shop")
     words = ("call", "app.py", "charge", "order=7", "cents=450", "--key", "order-7", "--json")
     ledger = {"WIRECALL_MODE": "production"}
@@ -47,7 +55,7 @@ def test_its_command_takes_effect_once() -> None:
     assert first["result"] == second["result"] == {"order": "7", "paid": 450}
 
 
-def test_an_empty_folder_will_do_and_one_that_is_not_empty_will_not() -> None:
+def test_new_accepts_an_empty_folder_and_refuses_one_that_is_not_empty() -> None:
     Path("empty").mkdir()
     assert invoke("new", "empty").exit_code == 0
     Path("full").mkdir()
@@ -58,7 +66,7 @@ def test_an_empty_folder_will_do_and_one_that_is_not_empty_will_not() -> None:
     assert os.listdir("full") == ["mine.txt"]
 
 
-def test_a_file_and_a_bad_name_are_refused() -> None:
+def test_file_and_a_bad_name_are_refused() -> None:
     Path("taken").touch()
     assert "taken is a file." in invoke("new", "taken").stderr
     result = invoke("new", 'a"b')
@@ -66,15 +74,18 @@ def test_a_file_and_a_bad_name_are_refused() -> None:
     assert not Path('a"b').exists()
 
 
-@pytest.mark.parametrize(("shell", "word"), [("bash", "complete -o"), ("zsh", "compdef"), ("fish", "complete --no-files")])
-def test_a_completion_script_is_printed(shell: str, word: str) -> None:
+@pytest.mark.parametrize(
+    ("shell", "word"),
+    [("bash", "complete -o"), ("zsh", "compdef"), ("fish", "complete --no-files")],
+)
+def test_completion_script_is_printed(shell: str, word: str) -> None:
     result = invoke("completion", shell)
     assert result.exit_code == 0
     assert word in result.stdout
     assert "_WIRECALL_COMPLETE" in result.stdout
 
 
-def test_an_unknown_shell_gets_the_list_of_shells() -> None:
+def test_unknown_shell_gets_the_list_of_shells() -> None:
     result = invoke("completion", "tcsh")
     assert result.exit_code == 2
     assert "'bash', 'zsh', 'fish'" in result.stderr

@@ -9,6 +9,16 @@ from typing import Any
 import pytest
 
 from tests.cli import SHOP, invoke, wirecall
+from tests.cli.probes import (
+    EMPTY,
+    SCRIPT,
+    UNKNOWN,
+    initialized,
+    probed,
+    problems,
+    scripted,
+    verdict,
+)
 from tests.client.peers import served
 from wirecall import App
 from wirecall.cli.probe import COST, NOISE, ROOM, LineWire
@@ -16,81 +26,40 @@ from wirecall.cli.targets import parse
 
 REVISIONS = ["2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25", "2026-07-28"]
 
-# A server on stdio that answers as the table `ANSWERS` says: by method, a text with the id put in, or nothing.
-SCRIPT = """
-import json, sys
-ANSWERS = {answers}
-print({noise}, end="", flush=True)
-for line in sys.stdin:
-    try:
-        message = json.loads(line)
-    except ValueError:
-        continue
-    method = message["method"] if isinstance(message, dict) else "array"
-    answer = ANSWERS.get(method, ANSWERS["else"])
-    if answer and not (isinstance(message, dict) and "id" not in message and method not in ANSWERS):
-        print(answer.replace("ID", str(message["id"] if isinstance(message, dict) and "id" in message else 0)), flush=True)
-"""
-UNKNOWN = '{"jsonrpc":"2.0","id":ID,"error":{"code":-32601,"message":"Method not found"}}'
-EMPTY = '{"jsonrpc":"2.0","id":ID,"result":{}}'
-
-
-def initialized(revision: str = "2025-11-25", **more: Any) -> str:
-    result = {"protocolVersion": revision, "capabilities": {}, "serverInfo": {"name": "other", "version": "1"}, **more}
-    return '{"jsonrpc":"2.0","id":ID,"result":RESULT}'.replace("RESULT", json.dumps(result))
-
-
-def probed(*words: str) -> tuple[int, dict[str, Any]]:
-    result = invoke("probe", "--json", *words)
-    return result.exit_code, verdict(result.stdout)
-
 
 async def probed_apart(*words: str) -> tuple[int, dict[str, Any]]:
-    """The same in a process of its own, while servers of the test go on here."""
+    """Probe from a separate process, while servers of the test run here."""
     run = await asyncio.to_thread(wirecall, "probe", "--json", *words)
     return run.returncode, verdict(run.stdout)
 
 
-def verdict(text: str | bytes) -> dict[str, Any]:
-    document = json.loads(text)
-    found: dict[str, Any] = document["result"] if document["ok"] else document["error"]
-    return found
-
-
-def scripted(tmp_path: Path, answers: dict[str, str], *words: str, noise: str = "") -> tuple[int, dict[str, Any]]:
-    """The verdict on a server with these answers, at 2025-11-25 if nothing else is said."""
-    path = tmp_path / "server.py"
-    table = {"initialize": initialized(), "ping": EMPTY, "else": UNKNOWN, **answers}
-    path.write_text(SCRIPT.format(answers=repr(table), noise=repr(noise)))
-    words = words or ("--revision", "2025-11-25")
-    return probed("--timeout", "20s", *words, "--", sys.executable, str(path))
-
-
-def problems(found: dict[str, Any]) -> list[str]:
-    return [problem["what"] for problem in found["problems"]]
-
-
-# --- ours ---------------------------------------------------------------------------------------------------------------
+# --- ours -----------------------------------------------------------------------------------------
 
 
 def check_ours(found: dict[str, Any]) -> None:
     assert found["revisions"] == dict.fromkeys(REVISIONS, True)
     assert found["arrays"] is True
     assert found["jsonrpc"] == {"spoken": True, "arrays": True, "methods": 3}
-    assert found["features"] == {"tools": 3, "prompts": 1, "resources": 1, "completions": True, "logging": True}
+    assert found["features"] == {
+        "tools": 3,
+        "prompts": 1,
+        "resources": 1,
+        "completions": True,
+        "logging": True,
+    }
     assert found["server"]["name"] == "shop"
     assert found["keys"] is True
     assert found["problems"] == []
 
 
 @pytest.mark.parametrize("words", [(SHOP,), ("--", sys.executable, SHOP)], ids=["file", "command"])
-def test_our_own_server_speaks_everything(words: tuple[str, ...]) -> None:
+def test_probe_finds_everything_in_our_own_server(words: tuple[str, ...]) -> None:
     code, found = probed(*words)
     assert code == 0
     check_ours(found)
 
 
-async def test_our_own_server_speaks_everything_over_http() -> None:
+async def test_probe_finds_everything_in_our_own_server_over_http() -> None:
     async with served(parse(SHOP).app()) as url:
         code, found = await probed_apart(url)
         assert code == 0
@@ -100,7 +69,7 @@ async def test_our_own_server_speaks_everything_over_http() -> None:
         assert found["jsonrpc"]["methods"] == 3
 
 
-def test_people_get_a_table_and_advice() -> None:
+def test_probe_prints_a_table_and_advice() -> None:
     result = invoke("probe", SHOP)
     assert result.exit_code == 0
     assert "MCP 2025-03-26  yes, with arrays" in result.stdout
@@ -108,7 +77,7 @@ def test_people_get_a_table_and_advice() -> None:
     assert "wirecall batch --as rpc" in result.stderr
 
 
-def test_one_revision_or_one_protocol_alone() -> None:
+def test_probe_of_one_revision_or_one_protocol() -> None:
     code, found = probed(SHOP, "--revision", "2025-03-26")
     assert (code, found["revisions"], found["arrays"]) == (0, {"2025-03-26": True}, True)
     assert found["jsonrpc"]["spoken"] is False
@@ -116,7 +85,7 @@ def test_one_revision_or_one_protocol_alone() -> None:
     assert (code, found["revisions"], found["jsonrpc"]["spoken"]) == (0, {}, True)
 
 
-async def test_a_server_that_wants_credentials_is_exit_3_and_gets_them_by_header() -> None:
+async def test_server_that_wants_credentials_is_exit_3_and_gets_them_by_header() -> None:
     def who(headers: Any) -> str | None:
         return "ada" if headers.get("authorization") == "Bearer s" else None
 
@@ -128,19 +97,22 @@ async def test_a_server_that_wants_credentials_is_exit_3_and_gets_them_by_header
         assert all(found["revisions"].values())
 
 
-# --- others -------------------------------------------------------------------------------------------------------------
+# --- others ---------------------------------------------------------------------------------------
 
 
-def test_a_sound_server_of_one_revision(tmp_path: Path) -> None:
+def test_valid_server_of_one_revision(tmp_path: Path) -> None:
     code, found = scripted(tmp_path, {}, "--as", "mcp")
     assert code == 0
     assert [name for name, spoken in found["revisions"].items() if spoken] == ["2025-11-25"]
     assert found["server"] == {"name": "other", "version": "1"}
-    assert "Batches go as single requests, side by side: the server takes no arrays." in found["advice"]
+    assert (
+        "Batches go as single requests, side by side: the server takes no arrays."
+        in found["advice"]
+    )
     assert any("needs a handshake" in line for line in found["advice"])
 
 
-def test_tools_without_keys_and_annotations_are_advised_about(tmp_path: Path) -> None:
+def test_tools_without_keys_and_annotations_get_advice(tmp_path: Path) -> None:
     tools = '{"jsonrpc":"2.0","id":ID,"result":{"tools":[{"name":"a","inputSchema":{"type":"object"}}]}}'
     answers = {"initialize": initialized(capabilities={"tools": {}}), "tools/list": tools}
     code, found = scripted(tmp_path, answers)
@@ -151,24 +123,41 @@ def test_tools_without_keys_and_annotations_are_advised_about(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("answers", "what"),
     [
-        ({"ping": EMPTY.replace('"jsonrpc":"2.0",', "")}, "the answer to ping has no 'jsonrpc': '2.0'"),
-        ({"ping": EMPTY.replace("ID", '"x"')}, "ping is answered under the id 'x', which is not the request's"),
-        ({"ping": EMPTY[:-1] + ',"error":{"code":1,"message":""}}'}, "the answer to ping has not one of result and error"),
+        (
+            {"ping": EMPTY.replace('"jsonrpc":"2.0",', "")},
+            "the answer to ping has no 'jsonrpc': '2.0'",
+        ),
+        (
+            {"ping": EMPTY.replace("ID", '"x"')},
+            "ping is answered under the id 'x', which is not the request's",
+        ),
+        (
+            {"ping": EMPTY[:-1] + ',"error":{"code":1,"message":""}}'},
+            "the answer to ping has not one of result and error",
+        ),
         ({"ping": UNKNOWN}, "ping is not answered with an empty result"),
         ({"else": EMPTY}, "a method that does not exist is not answered with an error"),
         ({"else": UNKNOWN.replace("-32601", '"x"')}, "has no number 'code' and text 'message'"),
-        ({"initialize": initialized(serverInfo=None)}, "the result of initialize has no 'serverInfo'"),
-        ({"initialize": initialized(capabilities={"tools": {}})}, "it declares tools, and tools/list gives no list"),
+        (
+            {"initialize": initialized(serverInfo=None)},
+            "the result of initialize has no 'serverInfo'",
+        ),
+        (
+            {"initialize": initialized(capabilities={"tools": {}})},
+            "it declares tools, and tools/list gives no list",
+        ),
     ],
 )
-def test_a_broken_rule_is_reported_with_exit_code_9(tmp_path: Path, answers: dict[str, str], what: str) -> None:
+def test_broken_rule_is_reported_with_exit_code_9(
+    tmp_path: Path, answers: dict[str, str], what: str
+) -> None:
     code, found = scripted(tmp_path, answers)
     assert code == 9
     assert any(what in problem for problem in problems(found)), problems(found)
     assert found["problems"][0]["where"] == ["2025-11-25"]
 
 
-def test_a_server_that_exits_on_an_unknown_request_is_reported(tmp_path: Path) -> None:
+def test_server_that_exits_on_an_unknown_request_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "server.py"
     table = {"initialize": initialized(), "ping": EMPTY, "else": UNKNOWN}
     code = SCRIPT.format(answers=repr(table), noise="''").replace(
@@ -182,22 +171,20 @@ def test_a_server_that_exits_on_an_unknown_request_is_reported(tmp_path: Path) -
     assert "it breaks off: the server process ended with 1" in found["problems"][0]["what"]
 
 
-def test_a_tool_without_a_schema_is_reported(tmp_path: Path) -> None:
+def test_tool_without_a_schema_is_reported(tmp_path: Path) -> None:
     tools = '{"jsonrpc":"2.0","id":ID,"result":{"tools":[{"name":"a"}]}}'
-    code, found = scripted(tmp_path, {"initialize": initialized(capabilities={"tools": {}}), "tools/list": tools})
+    code, found = scripted(
+        tmp_path, {"initialize": initialized(capabilities={"tools": {}}), "tools/list": tools}
+    )
     assert (code, problems(found)) == (9, ["the tool 'a' has no inputSchema of type object"])
 
 
 def test_text_on_stdout_is_reported_with_its_first_words(tmp_path: Path) -> None:
     code, found = scripted(tmp_path, {}, noise="Loading model...\n")
-    assert (code, problems(found)) == (9, ["it prints text that is not JSON-RPC to stdout: 'Loading model...'"])
-
-
-def test_a_server_of_2025_03_26_has_to_take_arrays(tmp_path: Path) -> None:
-    answers = {"initialize": initialized("2025-03-26")}
-    code, found = scripted(tmp_path, {**answers, "array": ""}, "--revision", "2025-03-26")
-    assert (code, found["arrays"]) == (9, False)
-    assert "2025-03-26 obliges a server" in problems(found)[0]
+    assert (code, problems(found)) == (
+        9,
+        ["it prints text that is not JSON-RPC to stdout: 'Loading model...'"],
+    )
 
 
 def test_plain_json_rpc_without_arrays(tmp_path: Path) -> None:
@@ -216,14 +203,14 @@ def test_plain_json_rpc_without_arrays(tmp_path: Path) -> None:
     ],
     ids=["ends", "does not start", "not there", "silent"],
 )
-def test_a_server_that_is_not_there_is_exit_4(words: tuple[str, ...], why: str) -> None:
+def test_server_that_is_not_there_is_exit_4(words: tuple[str, ...], why: str) -> None:
     code, error = probed(*words)
     assert code == 4
     assert why in error["why"]
     assert ("did not start" in error["message"]) == ("cannot be started" in why)
 
 
-# Counts how often it is started, tells people where it listens, and never answers.
+# Counts how often it is started, prints where it listens, and never answers.
 MUTE = """
 import sys, time
 print("Listening on port 80", file=sys.stderr, flush=True)
@@ -233,23 +220,26 @@ for line in sys.stdin:
 """
 
 
-def test_a_server_that_never_answers_is_tried_twice(tmp_path: Path) -> None:
+def test_server_that_never_answers_is_tried_twice(tmp_path: Path) -> None:
     code, error = probed("--timeout", "1s", "--", sys.executable, "-c", MUTE, str(tmp_path / "log"))
     started, *questions = (tmp_path / "log").read_text().splitlines()
     assert started == "started"  # once
-    assert [json.loads(question)["method"] for question in questions] == ["initialize", "wirecall.probe/unknown"]
+    assert [json.loads(question)["method"] for question in questions] == [
+        "initialize",
+        "wirecall.probe/unknown",
+    ]
     assert (code, error["message"]) == (4, "The server does not answer.")
     assert error["why"] == "nothing came within 1 s; its last words: Listening on port 80"
     assert "serves on stdio" in error["next"]
 
 
-def test_a_server_that_ignores_only_the_first_request_is_found(tmp_path: Path) -> None:
+def test_server_that_ignores_only_the_first_request_is_found(tmp_path: Path) -> None:
     answers = {"initialize": "", "server/discover": "", "array": f"[{UNKNOWN},{UNKNOWN}]"}
     code, found = scripted(tmp_path, answers, "--timeout", "1500ms", "--revision", "2025-11-25")
     assert (code, problems(found)) == (9, ["it speaks neither MCP nor JSON-RPC"])
 
 
-async def test_an_address_that_never_answers_is_asked_at_both_endpoints() -> None:
+async def test_address_that_never_answers_is_asked_at_both_endpoints() -> None:
     asked: list[bytes] = []
 
     async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -286,20 +276,24 @@ async def test_endless_output_of_a_server_is_kept_only_in_part(line: str) -> Non
     await wire.open()
     reply = await wire.send({"jsonrpc": "2.0", "id": 1, "method": "x"}, {}, 0.05)
     assert reply.is_silent
-    assert len(reply.documents) <= 2 * ROOM // COST  # what came before the message, and what came for it
+    # What came before the message, and what came for it.
+    assert len(reply.documents) <= 2 * ROOM // COST
     assert len(reply.noise) <= NOISE
 
 
-def test_an_echo_is_not_a_server() -> None:
+def test_echo_is_not_a_server() -> None:
     code, error = probed("--", "cat")
     assert (code, error["message"]) == (10, "The server sends every message back.")
     assert error["why"] == "the answer to initialize is the request itself"
 
 
-async def test_a_target_that_speaks_neither_protocol_is_reported() -> None:
+async def test_target_that_speaks_neither_protocol_is_reported() -> None:
     async def page(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
-        writer.write(b"HTTP/1.1 405 Nope\r\ncontent-type: text/html\r\ncontent-length: 6\r\nconnection: close\r\n\r\n<html>")
+        writer.write(
+            b"HTTP/1.1 405 Nope\r\ncontent-type: text/html\r\ncontent-length: 6\r\n"
+            b"connection: close\r\n\r\n<html>"
+        )
         await writer.drain()
         writer.close()
 
@@ -308,9 +302,11 @@ async def test_a_target_that_speaks_neither_protocol_is_reported() -> None:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
         code, found = await probed_apart(url)
     assert code == 9
-    assert problems(found)[0] == "it speaks neither MCP nor JSON-RPC; a POST is answered with HTTP 405"
+    assert (
+        problems(found)[0] == "it speaks neither MCP nor JSON-RPC; a POST is answered with HTTP 405"
+    )
 
 
-def test_a_mistyped_revision_is_suggested() -> None:
+def test_mistyped_revision_is_suggested() -> None:
     code, error = probed(SHOP, "--revision", "2025-06-81")
     assert (code, error["why"]) == (2, "did you mean 2025-06-18?")

@@ -60,7 +60,7 @@ async def send(session: aiohttp.ClientSession, url: str, number: int, key: int) 
         return told
 
 
-async def test_many_workers_do_every_command_once(port: int, tmp_path: Path) -> None:
+async def test_workers_run_every_command_once(port: int, tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{port}/rpc"
     connector = aiohttp.TCPConnector(limit=DUPLICATES)
     async with aiohttp.ClientSession(connector=connector) as session, asyncio.timeout(PATIENCE):
@@ -71,4 +71,5 @@ async def test_many_workers_do_every_command_once(port: int, tmp_path: Path) -> 
     effects = Counter(line.split()[0] for line in (tmp_path / "effects").read_text().splitlines())
     assert effects == {f"order-{key}": 1 for key in range(KEYS)}
     assert all(answer == answers[0] for answers in told.values() for answer in answers)
-    assert len({answers[0]["by"] for answers in told.values()}) > 1  # more than one worker had its share
+    # More than one worker had its share.
+    assert len({answers[0]["by"] for answers in told.values()}) > 1

@@ -6,6 +6,7 @@ import select
 import signal
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -59,12 +60,21 @@ def shop() -> Iterator[str]:
         yield address
 
 
-# --- a server that works --------------------------------------------------------------------------------------------
+# --- a server that works --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", ["", "/rpc", "/mcp"])
 def test_calls_over_http(shop: str, path: str) -> None:
-    words = ["call", shop + path, "charge", f"order=a{path}", "cents=5", "--key", f"k{path}", "--json"]
+    words = [
+        "call",
+        shop + path,
+        "charge",
+        f"order=a{path}",
+        "cents=5",
+        "--key",
+        f"k{path}",
+        "--json",
+    ]
     first, second = (json.loads(invoke(*words).stdout) for _ in range(2))
     assert first["result"] == second["result"] == {"order": f"a{path}", "paid": 5}
     assert (first["replayed"], second["replayed"]) == (False, True)
@@ -72,7 +82,10 @@ def test_calls_over_http(shop: str, path: str) -> None:
 
 @pytest.mark.parametrize("path", ["/rpc", "/mcp"])
 def test_lists_and_mistakes_over_http(shop: str, path: str) -> None:
-    offers = {offer["name"]: offer for offer in json.loads(invoke("list", shop + path, "--json").stdout)["result"]}
+    offers = {
+        offer["name"]: offer
+        for offer in json.loads(invoke("list", shop + path, "--json").stdout)["result"]
+    }
     assert offers["price"]["hints"]["readOnly"] is True
     assert offers["charge"]["hints"]["keyed"] is True
     run = invoke("call", shop + path, "charge", "order=7", "cents=five")
@@ -91,7 +104,12 @@ def test_calls_on_stdio() -> None:
     run = wirecall("call", "price", "sku=tea", "--json", *STDIO)
     assert json.loads(run.stdout)["result"] == 450
     assert json.loads(run.stdout)["revision"] == "2026-07-28"
-    assert json.loads(invoke("call", "price", "sku=tea", "--json", "--as", "rpc", *STDIO).stdout)["result"] == 450
+    assert (
+        json.loads(invoke("call", "price", "sku=tea", "--json", "--as", "rpc", *STDIO).stdout)[
+            "result"
+        ]
+        == 450
+    )
     assert "destructive" in invoke("list", *STDIO).stdout
     message = b'{"jsonrpc":"2.0","method":"price","params":["tea"],"id":1}\n'
     assert json.loads(invoke("send", *STDIO, input=message).stdout)["result"] == 450
@@ -99,21 +117,105 @@ def test_calls_on_stdio() -> None:
 
 @pytest.mark.parametrize("server", ["granian", "granian-asgi", "uvicorn"])
 def test_serve_stops_on_a_signal(server: str) -> None:
-    with running("serve", SHOP, "--http", "127.0.0.1:0", "--server", server, "--grace", "5s") as run:
+    with running(
+        "serve", SHOP, "--http", "127.0.0.1:0", "--server", server, "--grace", "5s"
+    ) as run:
         address = run.wait_for("Listening on").split()[-1]
         assert invoke("call", address, "price", "sku=tea").stdout == "450\n"
         assert run.end()[0] == 0
 
 
-def test_serve_takes_the_place_of_the_apps_own_ledger_and_limits(tmp_path: Path) -> None:
-    with serving(SHOP, "--ledger", f"sqlite:{tmp_path / 'ledger.db'}", "--limit", "batch=1") as address:
+WAITING = """
+import asyncio, sys
+from wirecall import App
+
+app = App("slow", ledger="sqlite:ledger.db")
+
+@app.query
+async def slow() -> str:
+    print("begun", file=sys.stderr, flush=True)
+    await asyncio.sleep(0.5)
+    return "done"
+"""
+
+
+@pytest.mark.parametrize("words", [(), ("--workers", "2"), ("--server", "uvicorn")])
+def test_serve_stops_with_grace_on_sighup(words: tuple[str, ...], tmp_path: Path) -> None:
+    """SIGHUP, twice, as a terminal that is closed sends it. SIGUSR1 changes nothing."""
+    (tmp_path / "app.py").write_text(WAITING)
+    with (
+        running("serve", "app.py", "--http", "127.0.0.1:0", *words, cwd=tmp_path) as run,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        address = run.wait_for("Listening on").split()[-1]
+        run.process.send_signal(signal.SIGUSR1)
+        assert "SIGUSR1 is ignored" in run.wait_for("SIGUSR1")
+        answer = pool.submit(wirecall, "call", address, "slow")
+        run.wait_for("begun")
+        run.process.send_signal(signal.SIGHUP)
+        run.process.send_signal(signal.SIGHUP)
+        assert answer.result(60).stdout == b"done\n"
+        assert run.process.wait(60) == 0
+
+
+def test_serve_outlives_its_terminal_under_nohup() -> None:
+    with running("serve", SHOP, "--http", "127.0.0.1:0", ignored=signal.SIGHUP) as run:
+        address = run.wait_for("Listening on").split()[-1]
+        run.process.send_signal(signal.SIGHUP)
+        assert invoke("call", address, "price", "sku=tea").stdout == "450\n"
+        assert run.end()[0] == 0
+
+
+def test_dev_ends_its_server_on_sighup(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(WAITING)
+    with running("dev", "app.py", "--http", "127.0.0.1:0", cwd=tmp_path) as run:
+        address = run.wait_for("Listening on").split()[-1]
+        run.process.send_signal(signal.SIGHUP)
+        assert run.process.wait(60) == 0
+    assert invoke("call", address, "slow").exit_code == 4
+
+
+def test_serve_replaces_the_apps_own_ledger_and_limits(tmp_path: Path) -> None:
+    with serving(
+        SHOP, "--ledger", f"sqlite:{tmp_path / 'ledger.db'}", "--limit", "batch=1"
+    ) as address:
         assert invoke("call", address, "charge", "order=7", "cents=5", "--key", "k").exit_code == 0
-        pair = b'[{"jsonrpc":"2.0","method":"price","params":["tea"],"id":1},{"jsonrpc":"2.0","method":"price","id":2}]\n'
-        assert json.loads(invoke("send", address, input=pair).stdout)["error"]["data"]["limit"] == "batch"
+        pair = (
+            b'[{"jsonrpc":"2.0","method":"price","params":["tea"],"id":1},'
+            b'{"jsonrpc":"2.0","method":"price","id":2}]\n'
+        )
+        assert (
+            json.loads(invoke("send", address, input=pair).stdout)["error"]["data"]["limit"]
+            == "batch"
+        )
     assert (tmp_path / "ledger.db").exists()
 
 
-def test_serve_reads_wirecall_toml_and_flags_go_on_top(tmp_path: Path) -> None:
+@pytest.mark.parametrize("log", ["off", "text", "json"])
+def test_serve_names_the_ledger_without_its_password(log: str) -> None:
+    url = "postgresql://shop:secret@127.0.0.1:1/shop"
+    with running("serve", SHOP, "--http", "127.0.0.1:0", "--ledger", url, "--log", log) as run:
+        assert "postgresql://shop:***@127.0.0.1:1/shop" in run.wait_for("The ledger is")
+        run.end()
+    assert "secret" not in "".join(run.said)
+
+
+def test_serve_refuses_two_ledgers_and_a_flag_decides(tmp_path: Path) -> None:
+    (tmp_path / "wirecall.toml").write_text('[ledger]\nurl = "sqlite:file.db"\n')
+    environment = {"WIRECALL_LEDGER_URL": "sqlite:variable.db"}
+    refused = wirecall("serve", SHOP, "--http", "127.0.0.1:0", cwd=tmp_path, env=environment)
+    assert refused.returncode == 2
+    assert (
+        b"wirecall.toml:2: ledger.url is sqlite:file.db, and WIRECALL_LEDGER_URL is sqlite:variable.db"
+        in refused.stderr
+    )
+    words = ("serve", SHOP, "--http", "127.0.0.1:0", "--ledger", "sqlite:flag.db")
+    with running(*words, cwd=tmp_path, env=environment) as run:
+        assert run.wait_for("The ledger is").strip().endswith("sqlite:flag.db")
+        assert run.end()[0] == 0
+
+
+def test_serve_reads_wirecall_toml_and_flags_override_it(tmp_path: Path) -> None:
     (tmp_path / "wirecall.toml").write_text(f'''
 [server]
 app = "{SHOP}"
@@ -127,21 +229,37 @@ batch = 1
 ''')
     with running("serve", "--http", "127.0.0.1:0", cwd=tmp_path) as run:
         address = run.wait_for("Listening on").split()[-1]
-        pair = b'[{"jsonrpc":"2.0","method":"price","params":["tea"],"id":1},{"jsonrpc":"2.0","method":"price","id":2}]\n'
-        assert json.loads(invoke("send", address, input=pair).stdout)["error"]["data"]["limit"] == "batch"
+        pair = (
+            b'[{"jsonrpc":"2.0","method":"price","params":["tea"],"id":1},'
+            b'{"jsonrpc":"2.0","method":"price","id":2}]\n'
+        )
+        assert (
+            json.loads(invoke("send", address, input=pair).stdout)["error"]["data"]["limit"]
+            == "batch"
+        )
         assert run.end()[0] == 0
 
 
-def test_a_page_of_an_allowed_origin_can_call_and_read() -> None:
+def test_page_of_an_allowed_origin_can_call_and_read() -> None:
     """The browser asks first, then sends the call (fetch.spec.whatwg.org, "CORS protocol")."""
     page = "https://app.example"
     with serving(SHOP, "--allow-origin", page) as address:
-        asked = Request(f"{address}/mcp", None, {"Origin": page, "Access-Control-Request-Method": "POST"}, method="OPTIONS")
+        asked = Request(
+            f"{address}/mcp",
+            None,
+            {"Origin": page, "Access-Control-Request-Method": "POST"},
+            method="OPTIONS",
+        )
         message = b'{"jsonrpc":"2.0","method":"price","params":["tea"],"id":1}'
-        sent = Request(f"{address}/rpc", message, {"Origin": page, "Content-Type": "application/json"})
+        sent = Request(
+            f"{address}/rpc", message, {"Origin": page, "Content-Type": "application/json"}
+        )
         for request, status in ((asked, 204), (sent, 200)):
             with urlopen(request) as answer:
-                assert (answer.status, answer.headers["Access-Control-Allow-Origin"]) == (status, page)
+                assert (answer.status, answer.headers["Access-Control-Allow-Origin"]) == (
+                    status,
+                    page,
+                )
 
 
 def test_serve_without_a_target_or_a_file_that_names_one(tmp_path: Path) -> None:
@@ -150,19 +268,21 @@ def test_serve_without_a_target_or_a_file_that_names_one(tmp_path: Path) -> None
     assert b"Which app?" in run.stderr
 
 
-def test_several_workers_with_a_ledger_that_they_share(tmp_path: Path) -> None:
+def test_workers_share_a_ledger(tmp_path: Path) -> None:
     with serving(SHOP, "--workers", "2", "--ledger", f"sqlite:{tmp_path / 'ledger.db'}") as address:
         words = ["call", address, "charge", "order=7", "cents=5", "--key", "k", "--json"]
-        assert {json.dumps(json.loads(invoke(*words).stdout)["result"]) for _ in range(4)} == {'{"order": "7", "paid": 5}'}
+        assert {json.dumps(json.loads(invoke(*words).stdout)["result"]) for _ in range(4)} == {
+            '{"order": "7", "paid": 5}'
+        }
 
 
-def test_a_port_that_is_taken(shop: str) -> None:
+def test_port_that_is_taken(shop: str) -> None:
     run = wirecall("serve", SHOP, "--http", shop.removeprefix("http://"))
     assert run.returncode == Exit.USAGE
     assert b"Cannot listen on" in run.stderr
 
 
-def test_the_log_of_calls() -> None:
+def test_log_of_calls() -> None:
     with running("serve", SHOP, "--http", "127.0.0.1:0", "--log", "text") as run:
         address = run.wait_for("Listening on").split()[-1]
         invoke("call", address, "price", "sku=milk")
@@ -170,7 +290,9 @@ def test_the_log_of_calls() -> None:
 
 
 def test_dev_restarts_when_a_file_changes(tmp_path: Path) -> None:
-    source = "from wirecall import App\napp = App('a')\n@app.query\ndef one() -> int:\n    return 1\n"
+    source = (
+        "from wirecall import App\napp = App('a')\n@app.query\ndef one() -> int:\n    return 1\n"
+    )
     (tmp_path / "app.py").write_text(source)
     with running("dev", "app.py", "--http", "127.0.0.1:0", cwd=tmp_path) as run:
         address = run.wait_for("Listening on").split()[-1]
@@ -184,8 +306,11 @@ def test_dev_restarts_when_a_file_changes(tmp_path: Path) -> None:
         assert run.end(signal.SIGINT)[0] == 0
 
 
-def test_dev_tells_once_of_a_plain_function_that_blocks_the_loop(tmp_path: Path) -> None:
-    source = "import time\nfrom wirecall import App\napp = App('a')\n@app.query\ndef nap() -> None:\n    time.sleep(0.2)\n"
+def test_dev_warns_once_about_a_sync_function_that_blocks_the_loop(tmp_path: Path) -> None:
+    source = (
+        "import time\nfrom wirecall import App\napp = App('a')\n@app.query\n"
+        "def nap() -> None:\n    time.sleep(0.2)\n"
+    )
     (tmp_path / "app.py").write_text(source)
     with running("dev", "app.py", "--http", "127.0.0.1:0", cwd=tmp_path) as run:
         address = run.wait_for("Listening on").split()[-1]
@@ -201,11 +326,11 @@ def test_dev_tells_once_of_a_plain_function_that_blocks_the_loop(tmp_path: Path)
     assert "".join(run.said).count("blocked the event loop") == 1
 
 
-# --- servers that do not --------------------------------------------------------------------------------------------
+# --- servers that do not --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", ["/rpc", "/mcp"])
-def test_a_server_that_is_not_there(path: str) -> None:
+def test_server_that_is_not_there(path: str) -> None:
     run = invoke("call", f"http://127.0.0.1:9{path}", "price", "sku=tea", "--timeout", "1s")
     assert run.exit_code == Exit.UNREACHABLE
     assert "cannot be reached" in run.stderr
@@ -215,7 +340,11 @@ def test_a_server_that_is_not_there(path: str) -> None:
     ("script", "exit", "told"),
     [
         ("import sys; sys.stderr.write('no licence'); sys.exit(3)", Exit.UNREACHABLE, "no licence"),
-        ("import os, sys; sys.stdin.readline(); os._exit(9)", Exit.UNREACHABLE, "ended before it answered"),
+        (
+            "import os, sys; sys.stdin.readline(); os._exit(9)",
+            Exit.UNREACHABLE,
+            "ended before it answered",
+        ),
         (
             "print('Loading model...', flush=True); import time; time.sleep(60)",
             Exit.PROTOCOL,
@@ -224,21 +353,23 @@ def test_a_server_that_is_not_there(path: str) -> None:
         ("import time; time.sleep(60)", Exit.UNREACHABLE, "does not answer"),
     ],
 )
-def test_a_process_that_is_not_a_server(script: str, exit: int, told: str) -> None:
-    run = wirecall("call", "price", "sku=tea", "--timeout", "1s", "--", sys.executable, "-c", script)
+def test_process_that_is_not_a_server(script: str, exit: int, told: str) -> None:
+    run = wirecall(
+        "call", "price", "sku=tea", "--timeout", "1s", "--", sys.executable, "-c", script
+    )
     assert run.returncode == exit, run.stderr
     assert told in run.stderr.decode()
     assert b"Traceback" not in run.stderr
 
 
-def test_a_program_that_does_not_exist() -> None:
+def test_program_that_does_not_exist() -> None:
     for verb in (["call", "price"], ["send"], ["list"]):
         run = invoke(*verb, "--", "nosuchprogram", input=b"{}\n")
         assert run.exit_code == Exit.UNREACHABLE
         assert "nosuchprogram" in run.stderr
 
 
-def test_noise_before_the_answers_is_forgiven(tmp_path: Path) -> None:
+def test_noise_before_the_answers_is_ignored(tmp_path: Path) -> None:
     command = f"import subprocess, sys; print('hello', flush=True); sys.exit(subprocess.call({STDIO[1:]!r}))"
     run = wirecall("call", "price", "sku=tea", "--", sys.executable, "-c", command)
     assert run.stdout == b"450\n", run.stderr
@@ -249,14 +380,31 @@ OPENRPC = {
     "methods": [
         5,
         {"name": "a", "params": 5, "tags": 7, "result": "x", "summary": [1]},
-        {"name": "b", "params": [{"name": "p", "schema": {"properties": [1], "required": 3, "anyOf": 7, "enum": 3}}]},
-        {"name": "c", "params": [{"name": "p", "required": True, "schema": 7}], "result": {"schema": {"properties": 5}}},
+        {
+            "name": "b",
+            "params": [
+                {"name": "p", "schema": {"properties": [1], "required": 3, "anyOf": 7, "enum": 3}}
+            ],
+        },
+        {
+            "name": "c",
+            "params": [{"name": "p", "required": True, "schema": 7}],
+            "result": {"schema": {"properties": 5}},
+        },
     ],
     "components": 4,
 }
 MCP = {
-    "initialize": {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}, "resources": {}}, "serverInfo": {}},
-    "tools/list": {"tools": [{"name": "t", "inputSchema": {"type": "object", "properties": [1], "required": 3}}]},
+    "initialize": {
+        "protocolVersion": "2025-06-18",
+        "capabilities": {"tools": {}, "resources": {}},
+        "serverInfo": {},
+    },
+    "tools/list": {
+        "tools": [
+            {"name": "t", "inputSchema": {"type": "object", "properties": [1], "required": 3}}
+        ]
+    },
     "resources/list": {"resources": [{"uri": "x://y", "name": "y"}]},
     "tools/call": {"content": []},
 }
@@ -288,7 +436,9 @@ class Strange(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_GET(self) -> None:
-        body = b'{"resource": "https://[", "authorization_servers": {"a": 1}, "scopes_supported": 5}'
+        body = (
+            b'{"resource": "https://[", "authorization_servers": {"a": 1}, "scopes_supported": 5}'
+        )
         self.send_response(200)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(body)))
@@ -298,8 +448,16 @@ class Strange(BaseHTTPRequestHandler):
     def answer(self, request: dict[str, Any]) -> None:
         results = MCP if self.path == "/mcp" else {"rpc.discover": OPENRPC, "a": 1, "b": 1, "c": 1}
         method = request["method"]
-        told = {"result": results[method]} if method in results else {"error": {"code": -32601, "message": "no"}}
-        body = json.dumps({"jsonrpc": "2.0", "id": request["id"], **told}).encode() if "id" in request else b""
+        told = (
+            {"result": results[method]}
+            if method in results
+            else {"error": {"code": -32601, "message": "no"}}
+        )
+        body = (
+            json.dumps({"jsonrpc": "2.0", "id": request["id"], **told}).encode()
+            if "id" in request
+            else b""
+        )
         self.send_response(200 if body else 202)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(body)))
@@ -319,8 +477,12 @@ def strange() -> Iterator[str]:
         thread.join()
 
 
-@pytest.mark.parametrize(("path", "names"), [("/openrpc", ["a", "b", "c"]), ("/mcp", ["t", "x://y"])])
-def test_offers_of_the_wrong_types_are_listed_and_can_be_called(strange: str, path: str, names: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("path", "names"), [("/openrpc", ["a", "b", "c"]), ("/mcp", ["t", "x://y"])]
+)
+def test_offers_of_the_wrong_types_are_listed_and_can_be_called(
+    strange: str, path: str, names: list[str]
+) -> None:
     """The server lists resources and does not have a method for templates, as many servers."""
     listed = invoke("list", strange + path, "--json")
     assert [each["name"] for each in json.loads(listed.stdout)["result"]] == names
@@ -336,18 +498,20 @@ def test_metadata_of_the_wrong_types_are_named(strange: str) -> None:
     assert "its metadata describes 'https://['" in run.stderr
 
 
-def test_a_server_without_templates_has_a_contract(strange: str, tmp_path: Path) -> None:
+def test_server_without_templates_has_a_contract(strange: str, tmp_path: Path) -> None:
     run = invoke("lock", f"{strange}/mcp", "-o", str(tmp_path / "lock.json"))
     assert run.exit_code == Exit.DONE, run.stderr
     assert "x://y" in (tmp_path / "lock.json").read_text()
 
 
-def test_a_redirect_is_not_followed_and_not_silent(strange: str) -> None:
+def test_redirect_is_reported_and_not_followed(strange: str) -> None:
     run = invoke("send", f"{strange}/moved", input="{}")
     assert (run.exit_code, run.stderr) == (Exit.REMOTE, "HTTP 302\n")
 
 
-def test_a_server_without_a_login_is_named(shop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_without_a_login_is_named(
+    shop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     run = invoke("login", shop, "--no-browser")
     assert run.exit_code == Exit.AUTH
@@ -355,10 +519,12 @@ def test_a_server_without_a_login_is_named(shop: str, tmp_path: Path, monkeypatc
     assert "next: does this server ask for a login?" in run.stderr
 
 
-def test_a_server_without_tasks_is_named() -> None:
+def test_server_without_tasks_is_named() -> None:
     run = invoke("task", "show", SHOP, "786512e2")
     assert run.exit_code == Exit.REMOTE
-    assert run.stderr.startswith("✗ The server does not have tasks.\n  why: tasks/get: this server does not offer")
+    assert run.stderr.startswith(
+        "✗ The server does not have tasks.\n  why: tasks/get: this server does not offer"
+    )
 
 
 @pytest.mark.parametrize("protocol", ["rpc", "mcp"])
@@ -372,14 +538,18 @@ def test_a_server_without_tasks_is_named() -> None:
         ("/broken", Exit.REMOTE),
     ],
 )
-def test_a_server_that_speaks_another_protocol(strange: str, path: str, exit: int, protocol: str) -> None:
-    run = invoke("call", strange + path, "price", "sku=tea", "--as", protocol, "--timeout", "5s", "--json")
+def test_server_that_speaks_another_protocol(
+    strange: str, path: str, exit: int, protocol: str
+) -> None:
+    run = invoke(
+        "call", strange + path, "price", "sku=tea", "--as", protocol, "--timeout", "5s", "--json"
+    )
     assert run.exit_code == exit, run.stdout
     assert json.loads(run.stdout)["error"]["exit"] == exit
 
 
 @pytest.mark.parametrize("protocol", ["rpc", "mcp"])
-def test_a_server_that_requires_authentication(slow: str, protocol: str) -> None:
+def test_server_that_requires_authentication(slow: str, protocol: str) -> None:
     with serving(f"{slow}:private") as address:
         words = ["call", address, "secret", "--as", protocol]
         run = invoke(*words)
@@ -388,7 +558,7 @@ def test_a_server_that_requires_authentication(slow: str, protocol: str) -> None
         assert invoke(*words, "--header", "Authorization: Bearer s3cret").stdout == "42\n"
 
 
-def test_send_tells_the_status(slow: str) -> None:
+def test_send_reports_the_status(slow: str) -> None:
     with serving(f"{slow}:private") as address:
         run = invoke("send", address, input=b'{"jsonrpc":"2.0","method":"secret","id":1}\n')
     assert run.exit_code == Exit.AUTH
@@ -396,9 +566,11 @@ def test_send_tells_the_status(slow: str) -> None:
     assert "HTTP 401" in run.stderr
 
 
-def test_an_answer_that_does_not_come(slow: str) -> None:
+def test_answer_that_does_not_arrive(slow: str) -> None:
     with serving(f"{slow}:app", "--grace", "1s") as address:
-        run = invoke("call", address, "nap", "seconds=60", "--timeout", "1s", "--key", "k-7", "--json")
+        run = invoke(
+            "call", address, "nap", "seconds=60", "--timeout", "1s", "--key", "k-7", "--json"
+        )
         assert run.exit_code == Exit.UNKNOWN
         error = json.loads(run.stdout)["error"]
         assert (error["key"], error["ran"]) == ("k-7", "unknown")
@@ -412,20 +584,22 @@ def test_https_to_an_http_server_has_a_clear_error(shop: str) -> None:
     assert "it does not agree to TLS (https): " in error["why"]
 
 
-def test_a_call_that_is_cut_at_the_end_does_not_print_a_traceback(
+def test_call_that_is_cut_at_the_end_does_not_print_a_traceback(
     slow: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("wirecall.cli.targets.GRACE", 0.1)
-    result = invoke("call", f"{slow}:app", "nap", "seconds=60", "--timeout", "200ms", "--key", "k-7")
+    result = invoke(
+        "call", f"{slow}:app", "nap", "seconds=60", "--timeout", "200ms", "--key", "k-7"
+    )
     assert result.exit_code == Exit.UNKNOWN
     assert "No answer came in time" in result.stderr
     assert not [record for record in caplog.records if record.exc_info]
 
 
-# --- Ctrl-C ---------------------------------------------------------------------------------------------------------
+# --- Ctrl-C ---------------------------------------------------------------------------------------
 
 
-def test_ctrl_c_cancels_politely(slow: str, tmp_path: Path) -> None:
+def test_ctrl_c_cancels_the_call_and_prints_its_key(slow: str, tmp_path: Path) -> None:
     ledger = ("--ledger", f"sqlite:{tmp_path}/ledger.db")
     with running("call", f"{slow}:app", "nap", "seconds=60", "--key", "k-7", *ledger) as run:
         run.wait_for("napping")
@@ -436,7 +610,7 @@ def test_ctrl_c_cancels_politely(slow: str, tmp_path: Path) -> None:
     assert "Traceback" not in err
 
 
-def test_the_second_ctrl_c_stops_at_once(slow: str) -> None:
+def test_second_ctrl_c_stops_at_once(slow: str) -> None:
     with running("call", f"{slow}:app", "block", "seconds=60") as run:
         run.wait_for("blocking")
         run.process.send_signal(signal.SIGINT)
@@ -444,11 +618,17 @@ def test_the_second_ctrl_c_stops_at_once(slow: str) -> None:
         assert run.end(signal.SIGINT)[0] == Exit.INTERRUPTED
 
 
-def test_the_second_ctrl_c_ends_the_server_process_too(tmp_path: Path) -> None:
-    """It would ignore the end of its input and stay alive for ever. The end of a pipe that it holds shows its own end."""
+def test_second_ctrl_c_ends_the_server_process_too(tmp_path: Path) -> None:
+    """It would ignore the end of its input and live on.
+
+    The end of a pipe that it holds shows its exit.
+    """
     os.mkfifo(tmp_path / "held")
     held = os.open(tmp_path / "held", os.O_RDONLY | os.O_NONBLOCK)
-    stubborn = f"import sys, time; f = open({str(tmp_path / 'held')!r}, 'wb'); print('up', file=sys.stderr); time.sleep(600)"
+    stubborn = (
+        f"import sys, time; f = open({str(tmp_path / 'held')!r}, 'wb'); "
+        "print('up', file=sys.stderr); time.sleep(600)"
+    )
     try:
         with running("call", "x", "--", sys.executable, "-c", stubborn) as run:
             run.wait_for("up")
@@ -459,3 +639,41 @@ def test_the_second_ctrl_c_ends_the_server_process_too(tmp_path: Path) -> None:
         assert os.read(held, 1) == b""
     finally:
         os.close(held)
+
+
+@pytest.mark.parametrize("server", ["granian", "uvicorn"])
+def test_serve_with_json_logs_writes_only_json(server: str, tmp_path: Path) -> None:
+    source = (
+        "import logging, warnings\nfrom wirecall import App\napp = App('a')\nwarnings.warn('old')\n"
+        "@app.query\ndef one() -> int:\n    logging.getLogger('shop').warning('asked')\n    return 1\n"
+    )
+    (tmp_path / "app.py").write_text(source)
+    with running(
+        "serve",
+        "app.py",
+        "--http",
+        "127.0.0.1:0",
+        "--server",
+        server,
+        "--log",
+        "json",
+        cwd=tmp_path,
+    ) as run:
+        first = run.wait_for("Listening on")
+        address = json.loads(first)["message"].split()[-1]
+        invoke("call", address, "one")
+        own = json.loads(run.wait_for("asked"))
+        ended = json.loads(run.wait_for('"method":"one"'))
+        code, _, stderr = run.end(signal.SIGINT)
+    assert code == 0
+    assert own["call_id"] == ended["call_id"]
+    lines = [json.loads(line) for line in [*run.said, *stderr.splitlines()]]
+    assert any("old" in line["message"] for line in lines)
+
+
+def test_serve_with_json_logs_writes_its_failure_as_json(shop: str) -> None:
+    run = wirecall("serve", SHOP, "--http", shop.removeprefix("http://"), "--log", "json")
+    assert run.returncode == Exit.USAGE
+    last = [json.loads(line) for line in run.stderr.splitlines()][-1]
+    assert last["level"] == "CRITICAL"
+    assert "Cannot listen on" in last["message"]

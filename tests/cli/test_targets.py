@@ -22,11 +22,17 @@ APP = "from wirecall import App\napp = App('a')\n@app.query\ndef one() -> int:\n
         ("\n\nx = 1 / 0", "file.py", "line 3: ZeroDivisionError: division by zero"),
         ("import nosuchmodule", "file.py", "install nosuchmodule"),
         ("import sys\nsys.exit(3)", "file.py", "__main__"),
-        ("from wirecall import App\nApp('a', ledger='mongo:')", "file.py", "is not the URL of a ledger"),
+        (
+            "from wirecall import App\nApp('a', ledger='mongo:')",
+            "file.py",
+            "is not the URL of a ledger",
+        ),
         ("x = 1", "file.txt", "not a Python file"),
     ],
 )
-def test_a_file_that_cannot_be_used(tmp_path: Path, source: str | None, target: str, told: str) -> None:
+def test_file_that_cannot_be_used(
+    tmp_path: Path, source: str | None, target: str, told: str
+) -> None:
     if source is not None:
         (tmp_path / target.partition(":")[0]).write_text(source)
     run = invoke("call", str(tmp_path / target), "one")
@@ -37,7 +43,7 @@ def test_a_file_that_cannot_be_used(tmp_path: Path, source: str | None, target: 
     assert "Traceback" not in run.stderr
 
 
-def test_the_nearest_file_is_named(tmp_path: Path) -> None:
+def test_nearest_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "shop.py").write_text(APP)
     run = wirecall("list", "shp.py", cwd=tmp_path)
     assert run.returncode == Exit.USAGE
@@ -45,13 +51,15 @@ def test_the_nearest_file_is_named(tmp_path: Path) -> None:
     assert b"the nearest is shop.py" in run.stderr
 
 
-def test_an_app_by_name(tmp_path: Path) -> None:
+def test_app_by_name(tmp_path: Path) -> None:
     (tmp_path / "two.py").write_text(APP + "other = App('b')\n")
     assert invoke("call", f"{tmp_path / 'two.py'}:app", "one").stdout == "1\n"
 
 
 def test_prints_of_a_file_and_its_handlers_are_not_part_of_the_answer(tmp_path: Path) -> None:
-    (tmp_path / "loud.py").write_text("print('loading')\n" + APP.replace("    return", "    print('at work')\n    return"))
+    (tmp_path / "loud.py").write_text(
+        "print('loading')\n" + APP.replace("    return", "    print('at work')\n    return")
+    )
     for words in (["call", "loud.py", "one"], ["call", "loud.py", "one", "--as", "mcp"]):
         run = wirecall(*words, cwd=tmp_path)
         assert run.stdout == b"1\n"

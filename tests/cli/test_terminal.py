@@ -12,7 +12,8 @@ import pytest
 from tests.cli import PATIENCE, invoke
 from wirecall.audit import Audit, AuditEntry
 
-# ESC and C1 controls, the marks of bidirectional text, and line breaks that would look like lines of ours.
+# ESC and C1 controls, the marks of bidirectional text, and line breaks that would look like lines
+# of ours.
 STEERING = "\x1b[2J\x9b2J\x07\u202egnp.exe\u2066\u200f\u2028"
 SHOWN = r"\u001b[2J\u009b2J\u0007\u202egnp.exe\u2066\u200f\u2028"
 
@@ -41,9 +42,17 @@ for line in sys.stdin:
 def on_terminal(*words: str, cwd: Path, stdin: bytes = b"") -> str:
     """Run the command with a terminal as stdout and stderr, and return all that it shows."""
     ours, theirs = pty.openpty()
-    environment = {**os.environ, "NO_COLOR": "1", "TERM": "dumb", "PYTHONIOENCODING": "utf-8", "COLUMNS": "200"}
+    environment = {
+        **os.environ,
+        "NO_COLOR": "1",
+        "TERM": "dumb",
+        "PYTHONIOENCODING": "utf-8",
+        "COLUMNS": "200",
+    }
     command = [sys.executable, "-m", "wirecall", *words]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=theirs, stderr=theirs, cwd=cwd, env=environment) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=theirs, stderr=theirs, cwd=cwd, env=environment
+    ) as process:
         os.close(theirs)
         assert process.stdin is not None
         process.stdin.write(stdin)
@@ -77,7 +86,8 @@ CHILD_WORDS = ["--", sys.executable, "child.py"]
     ("words", "shown"),
     [
         (["list", "evil.py"], ["x" + SHOWN]),
-        (["show", "evil.py", "one"], ["x" + SHOWN.removesuffix(r"\u2028")]),  # a title has lines
+        # A title may have several lines.
+        (["show", "evil.py", "one"], ["x" + SHOWN.removesuffix(r"\u2028")]),
         (["call", "evil.py", "one"], ["y" + SHOWN]),
         (["call", "evil.py", "two"], ["no" + SHOWN]),
         (["list", "--json", "evil.py"], ["x" + SHOWN]),
@@ -85,30 +95,36 @@ CHILD_WORDS = ["--", sys.executable, "child.py"]
         (["call", "--json", "evil.py", "one"], ["y" + SHOWN]),
         (["call", "--json", "evil.py", "two"], ["no" + SHOWN]),
         (["batch", "evil.py", "-"], ["y" + SHOWN]),
-        (["send", "evil.py", "-"], [SHOWN.removeprefix(r"\u001b[2J")]),  # JSON has the first one escaped by itself
+        # JSON itself escapes the first one.
+        (["send", "evil.py", "-"], [SHOWN.removeprefix(r"\u001b[2J")]),
         (["send", "-", *CHILD_WORDS], ["out" + SHOWN, "err" + SHOWN]),
         (["call", "--timeout", "5s", "one", *CHILD_WORDS], ["err" + SHOWN]),
     ],
 )
-def test_a_server_does_not_steer_the_terminal(words: list[str], shown: list[str], place: Path) -> None:
+def test_server_does_not_control_the_terminal(
+    words: list[str], shown: list[str], place: Path
+) -> None:
     told = on_terminal(*words, cwd=place, stdin=MESSAGE if words[0] in ("batch", "send") else b"")
     for text in shown:
         assert text in "".join(told.split())  # a table folds what does not fit
     assert not set(told) & set(STEERING) - set("2Jgnp.exe[")
 
 
-def test_a_message_of_a_server_cannot_pose_as_our_own_words(place: Path) -> None:
+def test_message_of_a_server_cannot_look_like_our_own_output(place: Path) -> None:
     lines = on_terminal("call", "evil.py", "two", cwd=place).splitlines()
     assert not [line for line in lines if line.startswith("  next: rm")]
     assert [line for line in lines if line.lstrip().startswith("next: rm")]
 
 
-def test_to_a_pipe_a_result_goes_as_it_is(place: Path) -> None:
+def test_result_is_written_to_a_pipe_unchanged(place: Path) -> None:
     assert invoke("call", str(place / "evil.py"), "one").stdout == f"y{STEERING}\n"
-    assert json.loads(invoke("call", "--json", str(place / "evil.py"), "one").stdout)["result"] == f"y{STEERING}"
+    assert (
+        json.loads(invoke("call", "--json", str(place / "evil.py"), "one").stdout)["result"]
+        == f"y{STEERING}"
+    )
 
 
-def test_a_caller_cannot_forge_a_line_of_an_audit_trail(tmp_path: Path) -> None:
+def test_caller_cannot_forge_a_line_of_an_audit_trail(tmp_path: Path) -> None:
     audit = Audit(str(tmp_path / "audit.jsonl"))
     audit.append(
         AuditEntry(

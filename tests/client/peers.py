@@ -1,4 +1,6 @@
-"""Servers for the client's tests: ours, one that misbehaves on purpose, and a proxy that cuts connections."""
+"""Servers for the client's tests: ours, one that misbehaves on purpose, and a proxy that cuts
+connections.
+"""
 
 import asyncio
 import random
@@ -23,14 +25,20 @@ async def until(condition: Callable[[], Any]) -> None:
 
 @asynccontextmanager
 async def served(app: App | Callable[[str], App], server: Any = "uvicorn") -> AsyncIterator[str]:
-    """Serve an app over HTTP, at an address without a path. A function gets that address and makes the app."""
-    stop, listening = asyncio.Event(), asyncio.Event()
+    """Serve an app over HTTP, at an address without a path.
+
+    A function gets that address and makes the app.
+    """
+    stop = asyncio.Event()
+    listening = asyncio.Event()
     with bind("127.0.0.1", 0) as bound:
         host, port = bound.getsockname()
         url = f"http://{host}:{port}"
         made = app if isinstance(app, App) else app(url)
         serving = asyncio.create_task(
-            serve_until(made.asgi(), bound, server=server, grace=2.0, stop=stop, serving=listening.set)
+            serve_until(
+                made.asgi(), bound, server=server, grace=2.0, stop=stop, serving=listening.set
+            )
         )
         try:
             await asyncio.wait_for(listening.wait(), PATIENCE)
@@ -104,7 +112,11 @@ class Peer(Listening):
 
     async def _request(self, reader: Reader, writer: Writer) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
-        lengths = [int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")]
+        lengths = [
+            int(line[15:])
+            for line in head.split(b"\r\n")
+            if line.lower().startswith(b"content-length:")
+        ]
         body = await reader.readexactly(lengths[0]) if lengths else b""
         self.heads.append(head)
         self.bodies.append(msgspec.json.decode(body) if body else None)
@@ -113,11 +125,18 @@ class Peer(Listening):
     @property
     def calls(self) -> list[Any]:
         """Return the messages that were sent, without `rpc.discover`."""
-        return [body for body in self.bodies if isinstance(body, list) or body["method"] != "rpc.discover"]
+        return [
+            body
+            for body in self.bodies
+            if isinstance(body, list) or body["method"] != "rpc.discover"
+        ]
 
 
 def http(body: bytes, status: str = "200 OK", *more: str) -> bytes:
-    fields = "".join(f"{line}\r\n" for line in ("Content-Type: application/json", f"Content-Length: {len(body)}", *more))
+    fields = "".join(
+        f"{line}\r\n"
+        for line in ("Content-Type: application/json", f"Content-Length: {len(body)}", *more)
+    )
     return f"HTTP/1.1 {status}\r\n{fields}\r\n".encode() + body
 
 
@@ -136,7 +155,9 @@ def ok(id: Any, result: Any = "fine") -> dict[str, Any]:
 
 
 class CuttingProxy(Listening):
-    """Passes bytes both ways, and cuts each connection somewhere: after some bytes, of whichever direction."""
+    """Passes bytes both ways, and cuts each connection somewhere: after some bytes, of whichever
+    direction.
+    """
 
     def __init__(self, target: str, seed: int, *, longest: int = 3000) -> None:
         super().__init__()

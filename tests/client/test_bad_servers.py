@@ -1,4 +1,6 @@
-"""Servers that misbehave: each call ends with its own clear error within its timeout, and the client stays usable."""
+"""Servers that misbehave: each call ends with its own clear error within its timeout, and the
+client stays usable.
+"""
 
 import asyncio
 import contextlib
@@ -12,8 +14,16 @@ import pytest
 from tests.client.peers import PATIENCE, Behaviour, Peer, Writer, answers, http, ok, until
 from tests.clock import LoopClock
 from wirecall import connect
-from wirecall.client import client as clients
-from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, Refused, RpcError, TimedOut
+from wirecall.client import jsonrpc
+from wirecall.errors import (
+    BadAnswer,
+    CallFailed,
+    ConnectionLost,
+    NotSent,
+    Refused,
+    RpcError,
+    TimedOut,
+)
 
 encode = msgspec.json.encode
 
@@ -34,7 +44,9 @@ async def half(_peer: Peer, body: bytes, writer: Writer) -> None:
 
 
 async def too_late(peer: Peer, body: bytes, writer: Writer) -> None:
-    """The answer to the first call comes while the second one waits for its own, on whatever connection."""
+    """The answer to the first call comes while the second one waits for its own, on whatever
+    connection.
+    """
     if len(peer.bodies) > 1:
         writer.write(http(encode(ok(msgspec.json.decode(body)["id"], "second"))))
         return
@@ -50,32 +62,97 @@ def replies(make: Any) -> Behaviour:
 
 
 CASES: list[tuple[str, Behaviour, type[Exception], str]] = [
-    ("never", never, TimedOut, "no answer within 60 s"),  # the call's time, not the rest of it
+    ("never", never, TimedOut, "no answer within 60 s"),  # the call's whole time, not the remainder
     ("dies", dies, ConnectionLost, "the connection broke"),
     ("half an answer", half, ConnectionLost, "the connection broke"),
-    ("garbage", says(b"<html>hello</html>"), BadAnswer, "it sent text that is not JSON: invalid character"),
-    ("not even HTTP", answers(lambda _m: b"220 smtp ready\r\n\r\n"), BadAnswer, "not an HTTP answer"),
+    (
+        "garbage",
+        says(b"<html>hello</html>"),
+        BadAnswer,
+        "it sent text that is not JSON: invalid character",
+    ),
+    (
+        "not even HTTP",
+        answers(lambda _m: b"220 smtp ready\r\n\r\n"),
+        BadAnswer,
+        "not an HTTP answer",
+    ),
     ("nothing", says(b""), BadAnswer, "gave no answer"),
-    ("no content", answers(lambda _m: b"HTTP/1.1 204 No Content\r\n\r\n"), BadAnswer, "gave no answer"),
+    (
+        "no content",
+        answers(lambda _m: b"HTTP/1.1 204 No Content\r\n\r\n"),
+        BadAnswer,
+        "gave no answer",
+    ),
     ("a number", says(b"7"), BadAnswer, "a message that is not JSON-RPC"),
     ("broken UTF-8", says(b'{"jsonrpc":"2.0","id":1,"result":"\xff"}'), BadAnswer, "not JSON"),
     ("deep", says(b"[" * 100_000), BadAnswer, "not JSON"),
     ("an array", replies(lambda id: [ok(id)]), BadAnswer, "answered with an array"),
     ("an empty array", says(b"[]"), BadAnswer, "an empty array"),
     ("twice", replies(lambda id: [ok(id), ok(id)]), BadAnswer, "answered with an array"),
-    ("the id as a string", replies(lambda id: ok(str(id))), BadAnswer, "an answer to id '1', which was not asked"),
-    ("another id", replies(lambda id: ok(id + 100)), BadAnswer, "an answer to id 101, which was not asked"),
-    ("true as the id", says(b'{"jsonrpc":"2.0","id":true,"result":1}'), BadAnswer, "it sent a message that is not JSON-RPC"),
+    (
+        "the id as a string",
+        replies(lambda id: ok(str(id))),
+        BadAnswer,
+        "an answer to id '1', which was not asked",
+    ),
+    (
+        "another id",
+        replies(lambda id: ok(id + 100)),
+        BadAnswer,
+        "an answer to id 101, which was not asked",
+    ),
+    (
+        "true as the id",
+        says(b'{"jsonrpc":"2.0","id":true,"result":1}'),
+        BadAnswer,
+        "it sent a message that is not JSON-RPC",
+    ),
     ("no id", says(b'{"jsonrpc":"2.0","result":1}'), BadAnswer, "an answer without an id"),
-    ("another version", replies(lambda id: {**ok(id), "jsonrpc": "1.0"}), BadAnswer, "a message that is not JSON-RPC"),
-    ("result and error", replies(lambda id: {**ok(id), "error": {"code": 1, "message": ""}}), BadAnswer, "either"),
-    ("neither", replies(lambda id: {"jsonrpc": "2.0", "id": id}), BadAnswer, "either a result or an error"),
-    ("a request", replies(lambda id: {"jsonrpc": "2.0", "id": id, "method": "y"}), BadAnswer, "where an answer was due"),
-    ("an echo", replies(lambda id: {"jsonrpc": "2.0", "id": id, "method": "x"}), BadAnswer, "sent back the request itself"),
-    ("an error for all", says(b'{"jsonrpc":"2.0","id":null,"error":{"code":7,"message":"no"}}'), RpcError, r"no \(7\)"),
+    (
+        "another version",
+        replies(lambda id: {**ok(id), "jsonrpc": "1.0"}),
+        BadAnswer,
+        "a message that is not JSON-RPC",
+    ),
+    (
+        "result and error",
+        replies(lambda id: {**ok(id), "error": {"code": 1, "message": ""}}),
+        BadAnswer,
+        "either",
+    ),
+    (
+        "neither",
+        replies(lambda id: {"jsonrpc": "2.0", "id": id}),
+        BadAnswer,
+        "either a result or an error",
+    ),
+    (
+        "a request",
+        replies(lambda id: {"jsonrpc": "2.0", "id": id, "method": "y"}),
+        BadAnswer,
+        "where an answer was due",
+    ),
+    (
+        "an echo",
+        replies(lambda id: {"jsonrpc": "2.0", "id": id, "method": "x"}),
+        BadAnswer,
+        "sent back the request itself",
+    ),
+    (
+        "an error for all",
+        says(b'{"jsonrpc":"2.0","id":null,"error":{"code":7,"message":"no"}}'),
+        RpcError,
+        r"no \(7\)",
+    ),
     ("404", says(b"not here", "404 Not Found"), Refused, "HTTP 404: not here"),
     ("500", says(b"oh", "500 Internal Server Error"), BadAnswer, "HTTP 500: oh"),
-    ("413 in JSON", says(b'{"jsonrpc":"2.0","error":{"code":-32600,"message":"large"}}', "413 Large"), RpcError, "large"),
+    (
+        "413 in JSON",
+        says(b'{"jsonrpc":"2.0","error":{"code":-32600,"message":"large"}}', "413 Large"),
+        RpcError,
+        "large",
+    ),
 ]
 RAN = {Refused: "no", RpcError: None}
 
@@ -85,7 +162,9 @@ def fields(*lines: bytes, status: bytes = b"200 OK", body: bytes | None = None) 
 
     def make(message: Any) -> bytes:
         text = encode(ok(message["id"])) if body is None else body
-        return b"\r\n".join((b"HTTP/1.1 " + status, *lines, b"Content-Length: %d" % len(text), b"", text))
+        return b"\r\n".join(
+            (b"HTTP/1.1 " + status, *lines, b"Content-Length: %d" % len(text), b"", text)
+        )
 
     return answers(make)
 
@@ -95,7 +174,10 @@ OK = b"HTTP/1.1 200 OK\r\n"
 
 def deep_error(message: Any) -> bytes:
     data = b"[" * 900 + b"]" * 900
-    return http(b'{"jsonrpc":"2.0","id":%d,"error":{"code":-32600,"message":"no","data":%s}}' % (message["id"], data))
+    return http(
+        b'{"jsonrpc":"2.0","id":%d,"error":{"code":-32600,"message":"no","data":%s}}'
+        % (message["id"], data)
+    )
 
 
 CASES += [
@@ -116,9 +198,24 @@ CASES += [
         BadAnswer,
         "HTTP",
     ),
-    ("not gzip", fields(b"Content-Encoding: gzip"), BadAnswer, "does not match its Content-Encoding"),
-    ("an encoding that was not asked for", fields(b"Content-Encoding: br"), BadAnswer, "one that was not asked for"),
-    ("another protocol", fields(b"Upgrade: x", b"Connection: upgrade", status=b"101 Switching"), BadAnswer, "HTTP 101"),
+    (
+        "not gzip",
+        fields(b"Content-Encoding: gzip"),
+        BadAnswer,
+        "does not match its Content-Encoding",
+    ),
+    (
+        "an encoding that was not asked for",
+        fields(b"Content-Encoding: br"),
+        BadAnswer,
+        "one that was not asked for",
+    ),
+    (
+        "another protocol",
+        fields(b"Upgrade: x", b"Connection: upgrade", status=b"101 Switching"),
+        BadAnswer,
+        "HTTP 101",
+    ),
     ("a status below 100", says(b"", "007 James"), BadAnswer, "HTTP 7"),
     (
         "a redirect to bytes",
@@ -139,27 +236,37 @@ ODD_BUT_FINE: list[tuple[str, Behaviour]] = [
 ]
 
 
-@pytest.mark.parametrize("behave", [case[1] for case in ODD_BUT_FINE], ids=[case[0] for case in ODD_BUT_FINE])
-async def test_an_odd_header_does_not_matter_to_the_answer(behave: Behaviour) -> None:
-    async with Peer(behave) as peer, connect(peer.url, discover=False) as client, client.batch() as batch:
+@pytest.mark.parametrize(
+    "behave", [case[1] for case in ODD_BUT_FINE], ids=[case[0] for case in ODD_BUT_FINE]
+)
+async def test_odd_header_does_not_matter_to_the_answer(behave: Behaviour) -> None:
+    async with (
+        Peer(behave) as peer,
+        connect(peer.url, discover=False) as client,
+        client.batch() as batch,
+    ):
         entry = batch.call("x")
     assert entry.result() == "fine" and not entry.replayed
 
 
-def test_an_error_with_deep_data_can_be_shown() -> None:
+def test_error_with_deep_data_can_be_shown() -> None:
     data: Any = []
     for _ in range(100_000):
         data = [data]
     assert str(RpcError(7, "no", data)) == "no (7): data nested too deep to show"
 
 
-def test_an_error_with_megabytes_of_data_has_a_short_text() -> None:
+def test_error_with_megabytes_of_data_has_a_short_message() -> None:
     text = str(RpcError(7, "no", "x" * 5_000_000))
     assert text == f"no (7): {'x' * 1000}... (5,000,000 characters)"
 
 
-@pytest.mark.parametrize(("behave", "kind", "words"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-async def test_one_clear_error_in_time(behave: Behaviour, kind: type[Exception], words: str, clock: LoopClock) -> None:
+@pytest.mark.parametrize(
+    ("behave", "kind", "words"), [case[1:] for case in CASES], ids=[case[0] for case in CASES]
+)
+async def test_call_ends_with_one_clear_error_in_time(
+    behave: Behaviour, kind: type[Exception], words: str, clock: LoopClock
+) -> None:
     async with Peer(behave) as peer, connect(peer.url, discover=False) as client:
         began = time.monotonic()
         calling = asyncio.create_task(client.call("x", timeout=PATIENCE))
@@ -171,25 +278,30 @@ async def test_one_clear_error_in_time(behave: Behaviour, kind: type[Exception],
         assert time.monotonic() - began < PATIENCE / 2
         expected = RAN.get(kind, "unknown")
         assert expected is None or caught.value.ran == expected  # type: ignore[attr-defined]
-        assert len(peer.calls) == 1  # nothing that may not be repeated is repeated
+        assert len(peer.calls) == 1  # a call that may not be repeated is sent once
 
 
 @pytest.mark.parametrize("behave", [case[1] for case in CASES], ids=[case[0] for case in CASES])
-async def test_a_batch_ends_as_well(behave: Behaviour) -> None:
-    """Whatever it was: every entry has an error of its own, and nothing hangs."""
+async def test_batch_ends_with_an_error_per_entry(behave: Behaviour) -> None:
+    """Every entry has its own error, and nothing hangs, whatever the server did."""
 
     async def first_of_many(peer: Peer, body: bytes, writer: Writer) -> None:
         message = msgspec.json.decode(body)
         await behave(peer, encode(message[0] if isinstance(message, list) else message), writer)
 
-    async with Peer(first_of_many) as peer, connect(peer.url, discover=False, timeout=0.5) as client:
+    async with (
+        Peer(first_of_many) as peer,
+        connect(peer.url, discover=False, timeout=0.5) as client,
+    ):
         async with asyncio.timeout(PATIENCE), client.batch() as batch:
             entries = [batch.call("x") for _ in range(3)]
         assert entries[1].error is not None and entries[2].error is not None
-        assert all(isinstance(entry.error, CallFailed | RpcError) for entry in entries if not entry.ok)
+        assert all(
+            isinstance(entry.error, CallFailed | RpcError) for entry in entries if not entry.ok
+        )
 
 
-async def test_an_answer_after_the_deadline_is_dropped(clock: LoopClock) -> None:
+async def test_answer_after_the_deadline_is_dropped(clock: LoopClock) -> None:
     async with Peer(too_late) as peer, connect(peer.url, discover=False) as client:
         first = asyncio.create_task(client.call("first", timeout=PATIENCE))
         await until(lambda: peer.bodies)
@@ -199,10 +311,11 @@ async def test_an_answer_after_the_deadline_is_dropped(clock: LoopClock) -> None
         assert await client.call("second") == "second"
 
 
-async def test_each_call_in_flight_has_its_own_deadline(clock: LoopClock) -> None:
+async def test_calls_in_flight_have_their_own_deadlines(clock: LoopClock) -> None:
     async with Peer(never) as peer, connect(peer.url, discover=False) as client:
         calls = []
-        for timeout in (9 * PATIENCE, 6 * PATIENCE, 3 * PATIENCE):  # each ends before the calls that began earlier
+        # Each ends before the calls that began earlier.
+        for timeout in (9 * PATIENCE, 6 * PATIENCE, 3 * PATIENCE):
             calls.append(asyncio.create_task(client.call("x", timeout=timeout)))
             await until(lambda: len(peer.bodies) == len(calls))
         patient = calls[0]
@@ -219,8 +332,11 @@ async def test_each_call_in_flight_has_its_own_deadline(clock: LoopClock) -> Non
             await patient
 
 
-async def test_an_answer_that_is_too_large_is_not_read() -> None:
-    async with Peer(says(b'"' + b"x" * 5000 + b'"')) as peer, connect(peer.url, discover=False, max_bytes=1000) as client:
+async def test_answer_that_is_too_large_is_not_read() -> None:
+    async with (
+        Peer(says(b'"' + b"x" * 5000 + b'"')) as peer,
+        connect(peer.url, discover=False, max_bytes=1000) as client,
+    ):
         with pytest.raises(BadAnswer, match="an answer of 5002 bytes; 1000 are allowed"):
             await client.call("x")
 
@@ -230,12 +346,15 @@ async def test_an_answer_that_is_too_large_is_not_read() -> None:
             writer.write(b"400\r\n" + b" " * 1024 + b"\r\n")
             await writer.drain()
 
-    async with Peer(endless) as peer, connect(peer.url, discover=False, max_bytes=100_000) as client:
+    async with (
+        Peer(endless) as peer,
+        connect(peer.url, discover=False, max_bytes=100_000) as client,
+    ):
         with pytest.raises(BadAnswer, match="more than 100000 bytes"):
             await client.call("x")
 
 
-async def test_the_client_stays_usable() -> None:
+async def test_client_remains_usable() -> None:
     async def moody(peer: Peer, body: bytes, writer: Writer) -> None:
         if len(peer.bodies) % 2:
             writer.transport.abort()
@@ -249,7 +368,7 @@ async def test_the_client_stays_usable() -> None:
             assert await client.call("x") == "fine"
 
 
-async def test_a_call_that_is_cancelled_leaves_nothing() -> None:
+async def test_call_that_is_cancelled_leaves_nothing_behind() -> None:
     async with Peer(never) as peer, connect(peer.url, discover=False) as client:
         call = asyncio.create_task(client.call("x"))
         await until(lambda: peer.calls)
@@ -258,7 +377,7 @@ async def test_a_call_that_is_cancelled_leaves_nothing() -> None:
             await call
 
 
-async def test_closing_ends_the_calls_in_flight() -> None:
+async def test_aclose_ends_the_calls_in_flight() -> None:
     async with Peer(never) as peer:
         async with connect(peer.url, discover=False) as client:
             calls = [asyncio.create_task(client.call("x", key=True)) for _ in range(3)]
@@ -267,22 +386,26 @@ async def test_closing_ends_the_calls_in_flight() -> None:
         assert all(isinstance(outcome, ConnectionLost) for outcome in outcomes)
 
 
-async def test_a_server_that_does_not_accept_is_not_sent_to() -> None:
-    """No connection within the timeout: that is known not to have run."""
+async def test_server_that_does_not_accept_receives_nothing() -> None:
+    """Without a connection within the timeout, the call is known not to have run."""
     with contextlib.ExitStack() as stack:
         full = stack.enter_context(socket.socket())
         full.bind(("127.0.0.1", 0))
         full.listen(0)
-        for _ in range(4):  # more than the kernel accepts by itself
+        for _ in range(4):  # more than the kernel accepts without the server
             waiting = stack.enter_context(socket.socket())
             waiting.setblocking(False)
             waiting.connect_ex(full.getsockname())
-        async with connect(f"http://127.0.0.1:{full.getsockname()[1]}/rpc", discover=False) as client:
+        async with connect(
+            f"http://127.0.0.1:{full.getsockname()[1]}/rpc", discover=False
+        ) as client:
             with pytest.raises(NotSent, match=r"could not be reached within 0\.1 s"):
                 await client.call("x", timeout=0.1)
 
 
-async def test_a_mute_server_costs_half_of_the_first_call_at_most(clock: LoopClock) -> None:
+async def test_mute_server_delays_the_first_call_by_half_its_timeout_at_most(
+    clock: LoopClock,
+) -> None:
     async def only_discover_is_mute(_peer: Peer, body: bytes, writer: Writer) -> None:
         message = msgspec.json.decode(body)
         if message["method"] == "rpc.discover":
@@ -297,10 +420,10 @@ async def test_a_mute_server_costs_half_of_the_first_call_at_most(clock: LoopClo
         assert await client.call("x", timeout=PATIENCE) == "fine"
 
 
-async def test_a_call_waits_for_rpc_discover_no_longer_than_its_own_timeout(
+async def test_call_waits_for_rpc_discover_no_longer_than_its_own_timeout(
     monkeypatch: pytest.MonkeyPatch, clock: LoopClock
 ) -> None:
-    monkeypatch.setattr(clients, "DISCOVERY", 10 * PATIENCE)
+    monkeypatch.setattr(jsonrpc, "DISCOVERY", 10 * PATIENCE)
     async with Peer(never) as peer, connect(peer.url) as client:
         first = asyncio.create_task(client.call("x", timeout=20 * PATIENCE))
         await until(lambda: peer.bodies)
@@ -316,7 +439,7 @@ async def test_a_call_waits_for_rpc_discover_no_longer_than_its_own_timeout(
         await asyncio.wait({first})
 
 
-async def test_a_batch_that_is_cancelled_leaves_nothing() -> None:
+async def test_batch_that_is_cancelled_leaves_nothing_behind() -> None:
     async with Peer(never) as peer, connect(peer.url, discover=False) as client:
         client.arrays.legal = False
         batch = client.batch()

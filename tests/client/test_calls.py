@@ -2,76 +2,25 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from msgspec import UNSET, Struct, UnsetType
 
-from tests.client.peers import Peer, answers, http, served
+from tests.client.peers import Peer, answers, http
+from tests.client.shops import WAYS, Price, connected, shop
 from tests.ports import free_port
 from wirecall import App, Context, UsageError, connect, connect_sync
 from wirecall.auth import Tokens
-from wirecall.client.client import MCP_ONLY, Client, SyncClient
+from wirecall.client.client import MCP_ONLY, Client
+from wirecall.client.sync import SyncClient
 from wirecall.errors import BadAnswer, InvalidParams, MethodNotFound, NotSent, RpcError
 from wirecall.mcp.client.client import McpClient, SyncMcpClient
 from wirecall.testing import client as in_memory
 
 
-class Price(Struct):
-    sku: str
-    cents: int
-
-
-def shop() -> App:
-    app = App("shop")
-    stock: dict[str, int] = {}
-
-    @app.query
-    def price(sku: str) -> Price:
-        return Price(sku, len(sku) * 100)
-
-    @app.query(name="stock.count")
-    def count(sku: str) -> int:
-        return stock.get(sku, 0)
-
-    @app.command(name="stock.add")
-    async def add(sku: str, number: int) -> int:
-        stock[sku] = stock.get(sku, 0) + number
-        return stock[sku]
-
-    @app.query(notification_allowed=True)
-    def note(text: str) -> None:
-        stock[text] = 1
-
-    return app
-
-
-CHILD = """
-from tests.client.test_calls import shop
-shop().run("stdio")
-"""
-
-
-@asynccontextmanager
-async def connected(way: str, **options: Any) -> AsyncIterator[Any]:
-    if way == "memory":
-        async with connect(shop(), **options) as client:
-            yield client
-    elif way == "child":
-        async with connect([sys.executable, "-c", CHILD], **options) as client:
-            yield client
-    else:
-        async with served(shop(), way) as url, connect(f"{url}/rpc", **options) as client:
-            yield client
-
-
-WAYS = pytest.mark.parametrize("way", ["memory", "child", "uvicorn", "granian"])
-
-
 @WAYS
-async def test_a_call_and_its_result(way: str) -> None:
+async def test_call_and_its_result(way: str) -> None:
     async with connected(way) as client:
         assert client.revision is None
         assert await client.call("price", {"sku": "tea"}) == {"sku": "tea", "cents": 300}
@@ -84,7 +33,7 @@ async def test_a_call_and_its_result(way: str) -> None:
 
 
 @WAYS
-async def test_a_key_makes_two_calls_one_command(way: str) -> None:
+async def test_key_makes_two_calls_one_command(way: str) -> None:
     async with connected(way) as client:
         async with client.batch() as batch:
             first = batch.call("stock.add", {"sku": "tea", "number": 3}, key="k-1")
@@ -93,12 +42,12 @@ async def test_a_key_makes_two_calls_one_command(way: str) -> None:
             second = again.call("stock.add", {"sku": "tea", "number": 3}, key="k-1")
         assert (first.result(), other.result(), second.result()) == (3, 6, 3)
         assert not first.replayed
-        assert second.replayed or way == "child"  # lines have no room for the mark
+        assert second.replayed or way == "child"  # lines cannot carry the mark of a replay
         assert await client.call("stock.count", ["tea"]) == 6
 
 
 @WAYS
-async def test_a_server_s_error_is_the_exception_of_its_code(way: str) -> None:
+async def test_error_of_a_server_is_the_exception_of_its_code(way: str) -> None:
     async with connected(way) as client:
         with pytest.raises(MethodNotFound) as caught:
             await client.call("nothing")
@@ -126,8 +75,10 @@ async def test_params_that_cannot_be_sent_fail_before_sending() -> None:
 
 
 @pytest.mark.parametrize("key", [None, "k-1", True, False])
-async def test_a_struct_travels_as_it_is_in_json_with_and_without_a_key(key: str | bool | None) -> None:
-    """Its members have the names that it gives them in JSON, its tag is one of them, and what is UNSET is left out."""
+async def test_struct_is_sent_in_its_json_form_with_and_without_a_key(
+    key: str | bool | None,
+) -> None:
+    """Its members have their JSON names, its tag is one of them, and UNSET members are omitted."""
     app = App("shop")
 
     class Order(Struct, rename="camel", tag_field="kind", tag="order"):
@@ -142,7 +93,7 @@ async def test_a_struct_travels_as_it_is_in_json_with_and_without_a_key(key: str
         assert await client.call("place", Order(7), key=key) == ["order", 7, "none"]
 
 
-async def test_a_struct_that_travels_as_an_array_has_no_place_for_a_key() -> None:
+async def test_struct_that_is_sent_as_an_array_cannot_carry_a_key() -> None:
     class Pair(Struct, array_like=True):
         sku: str
         number: int
@@ -153,7 +104,7 @@ async def test_a_struct_that_travels_as_an_array_has_no_place_for_a_key() -> Non
             await client.call("stock.add", Pair("tea", 3), key="k-1")
 
 
-async def test_a_client_that_is_closed_says_so() -> None:
+async def test_client_that_is_closed_says_so() -> None:
     client = connect(shop())
     with pytest.raises(UsageError, match="not open"):
         await client.call("price", ["tea"])
@@ -163,7 +114,7 @@ async def test_a_client_that_is_closed_says_so() -> None:
         await client.call("price", ["tea"])
 
 
-async def test_a_server_that_is_not_reachable() -> None:
+async def test_server_that_is_not_reachable() -> None:
     async with connect(f"http://127.0.0.1:{free_port()}/rpc", discover=False) as client:
         with pytest.raises(NotSent, match="cannot be reached") as caught:
             await client.call("price", ["tea"])
@@ -181,7 +132,7 @@ async def test_a_server_that_is_not_reachable() -> None:
         (5, "nothing to connect to"),
     ],
 )
-async def test_a_target_that_is_none(target: Any, words: str) -> None:
+async def test_target_that_is_invalid(target: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         connect(target)
 
@@ -194,24 +145,33 @@ def test_options_of_a_wrong_type_are_refused(how: Any) -> None:
         how(shop(), retry=5)
 
 
-def test_a_method_of_mcp_on_a_client_of_jsonrpc_names_the_option_that_selects_mcp() -> None:
+def test_method_of_mcp_on_a_client_of_jsonrpc_names_the_option_that_selects_mcp() -> None:
     with connect_sync(shop()) as client:
         clients: list[Any] = [client, connect(shop())]
         for each in clients:
-            with pytest.raises(AttributeError, match=r"no attribute 'call_tool'; .* use connect\(..., protocol=\"mcp\"\)"):
+            with pytest.raises(
+                AttributeError,
+                match=r"no attribute 'call_tool'; .* use connect\(..., protocol=\"mcp\"\)",
+            ):
                 each.call_tool("price", {"sku": "tea"})
             with pytest.raises(AttributeError, match=r"no attribute 'prize'$"):
                 _ = each.prize
 
 
-def test_every_method_of_mcp_leads_to_the_option_that_selects_mcp() -> None:
-    own = {name for name in {*dir(McpClient), *dir(SyncMcpClient)} - {*dir(Client), *dir(SyncClient)} if name[0] != "_"}
+def test_methods_of_mcp_name_the_option_that_selects_mcp() -> None:
+    own = {
+        name
+        for name in {*dir(McpClient), *dir(SyncMcpClient)} - {*dir(Client), *dir(SyncClient)}
+        if name[0] != "_"
+    }
     assert own == MCP_ONLY
 
 
 async def test_params_that_are_not_json_are_named_without_our_own_types() -> None:
     async with connect(shop()) as client:
-        with pytest.raises(NotSent, match=r"price: the params cannot be written as JSON: object cannot"):
+        with pytest.raises(
+            NotSent, match=r"price: the params cannot be written as JSON: object cannot"
+        ):
             await client.call("price", {"sku": object()})
 
 
@@ -220,10 +180,12 @@ async def test_options_of_mcp_are_refused_for_jsonrpc() -> None:
         connect(shop(), revision="2025-11-25")
 
 
-async def test_a_foreign_server_gets_one_rpc_discover_and_no_key() -> None:
+async def test_foreign_server_gets_one_rpc_discover_and_no_key() -> None:
     def foreign(message: Any) -> bytes:
         if message["method"] == "rpc.discover":
-            return http(b'{"jsonrpc":"2.0","id":%d,"error":{"code":-32601,"message":"?"}}' % message["id"])
+            return http(
+                b'{"jsonrpc":"2.0","id":%d,"error":{"code":-32601,"message":"?"}}' % message["id"]
+            )
         return http(b'{"jsonrpc":"2.0","id":%d,"result":null}' % message["id"])
 
     async with Peer(answers(foreign)) as peer, connect(peer.url) as client:
@@ -233,7 +195,9 @@ async def test_a_foreign_server_gets_one_rpc_discover_and_no_key() -> None:
 
 
 async def test_connections_are_reused() -> None:
-    async with Peer(answers(lambda m: http(b'{"jsonrpc":"2.0","id":%d,"result":1}' % m["id"]))) as peer:
+    async with Peer(
+        answers(lambda m: http(b'{"jsonrpc":"2.0","id":%d,"result":1}' % m["id"]))
+    ) as peer:
         async with connect(peer.url, discover=False, headers={"X-Team": "blue"}) as client:
             for _ in range(10):
                 await client.call("x")
@@ -241,7 +205,8 @@ async def test_connections_are_reused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "ran"), [("302 Found", "no"), ("303 See Other", "unknown"), ("307 Temporary Redirect", "no")]
+    ("status", "ran"),
+    [("302 Found", "no"), ("303 See Other", "unknown"), ("307 Temporary Redirect", "no")],
 )
 async def test_redirects_are_not_followed(status: str, ran: str) -> None:
     """303 is how a server answers a POST that it has carried out."""
@@ -249,33 +214,50 @@ async def test_redirects_are_not_followed(status: str, ran: str) -> None:
         Peer(answers(lambda _m: http(b"", status, "Location: http://elsewhere/"))) as peer,
         connect(peer.url, discover=False) as client,
     ):
-        with pytest.raises(Exception, match="a redirect to http://elsewhere/, which is not followed") as caught:
+        with pytest.raises(
+            Exception, match="a redirect to http://elsewhere/, which is not followed"
+        ) as caught:
             await client.call("x")
         assert caught.value.ran == ran  # type: ignore[attr-defined]
 
 
-async def test_an_error_of_a_server_says_whether_it_ran() -> None:
-    for data, expected in (({"ran": "no"}, "no"), ({"ran": "unknown"}, "unknown"), ("text", "yes"), (None, "yes")):
+async def test_error_of_a_server_says_whether_it_ran() -> None:
+    for data, expected in (
+        ({"ran": "no"}, "no"),
+        ({"ran": "unknown"}, "unknown"),
+        ("text", "yes"),
+        (None, "yes"),
+    ):
         assert RpcError(40000, "no tea", data).ran == expected
     assert RpcError(-32601, "?").ran == "no"
     assert RpcError(-32603, "?").ran == "unknown"
 
 
-async def test_a_client_in_memory_calls_as_the_caller_that_is_named() -> None:
-    app, ran = App("shop", ledger="memory:"), []
+async def test_client_in_memory_calls_as_the_caller_that_is_named() -> None:
+    app = App("shop", ledger="memory:")
+    ran = []
 
     @app.command
     def take(ctx: Context) -> str:
         ran.append(ctx.caller)
         return ctx.caller
 
-    async with in_memory(app) as anonymous, in_memory(app, caller="ada") as ada, in_memory(app, caller="bob") as bob:
-        assert [await client.call("take", key="one") for client in (anonymous, ada, bob, ada)] == ["", "ada", "bob", "ada"]
+    async with (
+        in_memory(app) as anonymous,
+        in_memory(app, caller="ada") as ada,
+        in_memory(app, caller="bob") as bob,
+    ):
+        assert [await client.call("take", key="one") for client in (anonymous, ada, bob, ada)] == [
+            "",
+            "ada",
+            "bob",
+            "ada",
+        ]
     assert ran == ["", "ada", "bob"]  # two names are two callers, and the last call is a retry
 
 
 @pytest.mark.parametrize("revision", ["2025-03-26", "2026-07-28"])
-async def test_an_mcp_client_in_memory_calls_as_the_caller_that_is_named(revision: str) -> None:
+async def test_mcp_client_in_memory_calls_as_the_caller_that_is_named(revision: str) -> None:
     app = App("shop", ledger="memory:")
 
     @app.command
@@ -299,12 +281,12 @@ async def test_an_mcp_client_in_memory_calls_as_the_caller_that_is_named(revisio
 
 
 @pytest.mark.parametrize("target", ["http://127.0.0.1:1/rpc", [sys.executable]])
-def test_only_an_app_in_memory_takes_the_name_of_its_caller(target: str | list[str]) -> None:
+def test_caller_can_be_named_only_for_an_app_in_memory(target: str | list[str]) -> None:
     with pytest.raises(UsageError, match="caller= is for an app in memory"):
         connect(target, caller="ada")
 
 
-def test_the_callers_of_an_app_with_tokens_are_not_named() -> None:
+def test_caller_cannot_be_named_for_an_app_with_tokens() -> None:
     app = App("shop", auth=Tokens({}))
     with pytest.raises(UsageError, match=r"wirecall\.testing\.auth\.AuthorizationServer"):
         in_memory(app, caller="ada")

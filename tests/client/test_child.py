@@ -1,4 +1,4 @@
-"""A child process on stdio: its end, its last words, and that nothing of it is left."""
+"""A child process on stdio: its end, its last output, and that nothing of it remains."""
 
 import asyncio
 import os
@@ -15,8 +15,9 @@ from msgspec import Struct
 
 from tests.client.peers import PATIENCE, until
 from wirecall import Retry, connect
-from wirecall.client.client import Client, JsonRpc
+from wirecall.client.client import Client
 from wirecall.client.delivery import Options
+from wirecall.client.jsonrpc import JsonRpc
 from wirecall.client.links import LineLink
 from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, TimedOut
 from wirecall.mcp.client.inbox import QUESTIONS, Host, Inbox
@@ -49,25 +50,31 @@ def is_alive(pid: int) -> bool:
 
 async def test_many_calls_at_once() -> None:
     async with connect(echo(), discover=False) as client:
-        assert await asyncio.gather(*(client.call("x", [n]) for n in range(200))) == [[n] for n in range(200)]
+        assert await asyncio.gather(*(client.call("x", [n]) for n in range(200))) == [
+            [n] for n in range(200)
+        ]
         async with client.batch() as batch:
             entries = [batch.call("x", [n]) for n in range(5)]
         assert [entry.result() for entry in entries] == [[n] for n in range(5)]
 
 
-async def test_a_line_above_the_limit_fails_the_call_that_it_answers_at_once() -> None:
+async def test_line_above_the_limit_fails_the_call_that_it_answers_at_once() -> None:
     """Its id is at the beginning, so the other call in flight gets its answer."""
     long = 'replies[0]["result"] = "x" * (5000 if message.get("params", {}).get("name") == "long" else 5)'
     calls = ("long", {"name": "long"}), ("short", {"name": "short"})
     async with connect(echo(long), discover=False, max_bytes=1000, timeout=PATIENCE) as client:
-        failed, told = await asyncio.gather(*(client.call(*call) for call in calls), return_exceptions=True)
+        failed, got = await asyncio.gather(
+            *(client.call(*call) for call in calls), return_exceptions=True
+        )
         assert isinstance(failed, BadAnswer)
-        assert "a line of more than 1000 bytes; connect(max_bytes=...) allows longer ones" in str(failed)
-        assert told == "xxxxx"
+        assert "a line of more than 1000 bytes; connect(max_bytes=...) allows longer ones" in str(
+            failed
+        )
+        assert got == "xxxxx"
 
 
 @pytest.mark.parametrize("order", ["reply", "dict(reversed(reply.items()))"])
-async def test_a_line_above_the_limit_fails_the_only_call_in_flight(order: str) -> None:
+async def test_line_above_the_limit_fails_the_only_call_in_flight(order: str) -> None:
     """Its id is beyond the limit, if it is the last member."""
     long = f'replies = [{order} for reply in [dict(replies[0], result="x" * 5000)]]'
     async with connect(echo(long), discover=False, max_bytes=1000, timeout=PATIENCE) as client:
@@ -75,23 +82,28 @@ async def test_a_line_above_the_limit_fails_the_only_call_in_flight(order: str) 
             await client.call("x")
 
 
-async def test_a_notification_above_the_limit_fails_no_call(caplog: pytest.LogCaptureFixture) -> None:
-    long = 'print(json.dumps({"jsonrpc": "2.0", "method": "log", "params": ["x" * 5000]}), flush=True)'
+async def test_notification_above_the_limit_fails_no_call(caplog: pytest.LogCaptureFixture) -> None:
+    long = (
+        'print(json.dumps({"jsonrpc": "2.0", "method": "log", "params": ["x" * 5000]}), flush=True)'
+    )
     async with connect(echo(long), discover=False, max_bytes=1000, timeout=PATIENCE) as client:
         assert await client.call("x", [1]) == [1]
     assert [line for line in caplog.messages if "1000 bytes" in line]
 
 
-async def test_answers_in_another_order_and_lines_that_are_none() -> None:
-    garbage = 'print("starting up..."); print(); print(json.dumps({"jsonrpc": "2.0", "method": "hello"})); replies.reverse()'
+async def test_answers_in_another_order_and_invalid_lines() -> None:
+    garbage = (
+        'print("starting up..."); print(); print(json.dumps({"jsonrpc": "2.0", "method": '
+        '"hello"})); replies.reverse()'
+    )
     async with connect(echo(garbage), discover=False) as client:
         async with client.batch() as batch:
             entries = [batch.call("x", [n]) for n in range(5)]
         assert [entry.result() for entry in entries] == [[n] for n in range(5)]
 
 
-async def test_a_type_that_fails_is_the_error_of_its_own_call() -> None:
-    """The code of a type runs where lines are read: the lines after that are read all the same."""
+async def test_type_that_fails_fails_only_its_call() -> None:
+    """The code of a type runs where lines are read: the client still reads the lines after that."""
 
     class Stock(Struct):
         name: str
@@ -100,7 +112,9 @@ async def test_a_type_that_fails_is_the_error_of_its_own_call() -> None:
             raise KeyError(self.name)
 
     async with connect(echo(), discover=False) as client:
-        with pytest.raises(BadAnswer, match="x: the result cannot be read as the wanted type: KeyError: 'tea'") as caught:
+        with pytest.raises(
+            BadAnswer, match="x: the result cannot be read as the wanted type: KeyError: 'tea'"
+        ) as caught:
             await client.call("x", {"name": "tea"}, type=Stock)
         assert caught.value.ran == "yes" and isinstance(caught.value.__cause__, KeyError)
         async with client.batch() as batch:
@@ -108,17 +122,21 @@ async def test_a_type_that_fails_is_the_error_of_its_own_call() -> None:
         assert [entry.ok for entry in entries] == [True, False, True]
 
 
-async def test_a_child_that_dies_is_reported_with_its_last_output_and_restarted() -> None:
+async def test_child_that_dies_is_reported_with_its_last_output_and_restarted() -> None:
     dies = 'message["method"] == "die" and (print("out of tea", file=sys.stderr), sys.exit(3))'
     async with connect(echo(dies), discover=False) as client:
         assert await client.call("x", [1]) == [1]
-        with pytest.raises(ConnectionLost, match="ended with 3; its last words: out of tea") as caught:
+        with pytest.raises(
+            ConnectionLost, match="ended with 3; its last words: out of tea"
+        ) as caught:
             await client.call("die")
         assert caught.value.ran == "unknown"
         assert await client.call("x", [2]) == [2]
 
 
-async def test_a_child_that_ends_before_the_first_write_is_reported_with_its_last_output(tmp_path: Path) -> None:
+async def test_child_that_ends_before_the_first_write_is_reported_with_its_last_output(
+    tmp_path: Path,
+) -> None:
     go = tmp_path / "go"
     wait = f"while not os.path.exists({str(go)!r}): time.sleep(0.01)"
     code = f"import os, time\nos.close(0)\n{wait}\nraise SystemExit('no licence')"
@@ -132,25 +150,33 @@ async def test_a_child_that_ends_before_the_first_write_is_reported_with_its_las
     await child.open(lambda line: None, lambda error: None)
     try:
         writing = asyncio.create_task(write_until_it_fails())
-        await asyncio.wait({writing}, timeout=0.3)  # by now the pipe is closed, most likely, but the child lives
+        # The pipe is probably closed by now, but the child lives.
+        await asyncio.wait({writing}, timeout=0.3)
         go.touch()
-        with pytest.raises((NotSent, ConnectionLost), match="ended with 1; its last words: no licence"):
+        with pytest.raises(
+            (NotSent, ConnectionLost), match="ended with 1; its last words: no licence"
+        ):
             await writing
     finally:
         go.touch()
         await child.aclose()
 
 
-async def test_a_keyed_call_survives_the_death_of_the_child(tmp_path: Path) -> None:
-    once = f"import pathlib; p = pathlib.Path({str(tmp_path / 'died')!r}); p.exists() or (p.touch(), sys.exit(1))"
+async def test_keyed_call_survives_the_death_of_the_child(tmp_path: Path) -> None:
+    once = (
+        f"import pathlib; p = pathlib.Path({str(tmp_path / 'died')!r}); "
+        "p.exists() or (p.touch(), sys.exit(1))"
+    )
     async with connect(echo(once), discover=False, retry=Retry(first=0.01)) as client:
         assert await client.call("x", {"a": 1}, key="k") == {"a": 1, "idempotency_key": "k"}
 
 
 class Fleeting:
-    """A pipe that ends while a line is written, and takes the line all the same."""
+    """A pipe that ends while a line is written, and still accepts the line."""
 
-    async def open(self, _on_line: Callable[[bytes], None], on_end: Callable[[CallFailed], None]) -> None:
+    async def open(
+        self, _on_line: Callable[[bytes], None], on_end: Callable[[CallFailed], None]
+    ) -> None:
         self._on_end = on_end
 
     async def write(self, _line: bytes) -> None:
@@ -159,38 +185,41 @@ class Fleeting:
     async def aclose(self) -> None: ...
 
 
-async def test_a_pipe_that_ends_while_a_line_is_written_is_reported() -> None:
+async def test_pipe_that_ends_while_a_line_is_written_is_reported() -> None:
     async with Client(LineLink(Fleeting), JsonRpc({}), Options(timeout=PATIENCE)) as client:
         with pytest.raises(ConnectionLost, match="its last words"):
             await client.call("x")
-        await client.notify("x")  # nothing more is owed to it than the write
+        await client.notify("x")  # a notification needs only the write
 
 
-async def test_a_command_that_does_not_exist() -> None:
+async def test_command_that_does_not_exist() -> None:
     with pytest.raises(NotSent, match="cannot be started"):
         async with connect(["/nowhere/server"]):
             pass
 
 
 @pytest.mark.parametrize("portable", [False, True])
-async def test_the_lines_and_the_last_output_of_a_child(portable: bool) -> None:
-    """The same by both ways to read: the event loop watches the pipes, or threads wait for them."""
-    heard: list[bytes] = []
+async def test_lines_and_the_last_output_of_a_child(portable: bool) -> None:
+    """Both ways to read: the event loop watches the pipes, or threads wait for them."""
+    received: list[bytes] = []
     ended: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-    script = "import sys\nfor line in sys.stdin: print(line * 1000, end='', flush=True)\nsys.exit('last words')"
+    script = (
+        "import sys\nfor line in sys.stdin: print(line * 1000, end='', flush=True)\n"
+        "sys.exit('last words')"
+    )
     child = Child([sys.executable, "-c", script], stderr="keep", portable=portable)
-    await child.open(heard.append, ended.set_result)
+    await child.open(received.append, ended.set_result)
     for number in range(20):
         await child.write(b"%d" % number)
-    await until(lambda: len(heard) == 20_000)
-    assert heard == [b"%d" % number for number in range(20) for _ in range(1000)]
+    await until(lambda: len(received) == 20_000)
+    assert received == [b"%d" % number for number in range(20) for _ in range(1000)]
     await child.aclose()
     with pytest.raises(NotSent):
         await child.write(b"x")
 
 
 @pytest.mark.parametrize("portable", [False, True])
-async def test_a_child_that_fails_is_reported(portable: bool) -> None:
+async def test_child_that_fails_is_reported(portable: bool) -> None:
     ended: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
     script = "import sys\nsys.stdin.readline()\nsys.exit('last words')"
     child = Child([sys.executable, "-c", script], stderr="keep", portable=portable)
@@ -203,8 +232,8 @@ async def test_a_child_that_fails_is_reported(portable: bool) -> None:
 
 
 @pytest.mark.parametrize("portable", [False, True])
-async def test_a_child_that_never_answers_and_never_ends(tmp_path: Path, portable: bool) -> None:
-    """It ignores the end of its input and SIGTERM, and has a child of its own: all of it is gone afterwards."""
+async def test_child_that_never_answers_and_never_ends(tmp_path: Path, portable: bool) -> None:
+    """It ignores the end of its input and SIGTERM, and has its own child: both are gone afterwards."""
     stubborn = f"""
 import os, pathlib, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -233,31 +262,33 @@ def _state(pid: int) -> str:
         return "Z"
 
 
-async def test_a_child_that_never_stops_talking_leaves_others_their_turn() -> None:
-    """A pipe full of short lines is heard in pieces, and from `aclose` on not at all: deadlines hold."""
-    heard: list[int] = [0]  # lines, by the turns of the loop
+async def test_child_that_never_stops_writing_does_not_block_the_loop() -> None:
+    """The client reads a pipe full of short lines in pieces, and stops at `aclose`: deadlines hold."""
+    received: list[int] = [0]  # lines per iteration of the loop
 
     def tick() -> None:
-        heard.append(0)
+        received.append(0)
         if child.pid is not None:
             asyncio.get_running_loop().call_soon(tick)
 
     def on_line(_line: bytes) -> None:
-        assert child.pid is not None, "heard after the end was asked for"
-        heard[-1] += 1
+        assert child.pid is not None, "a line arrived after the end was asked for"
+        received[-1] += 1
 
     child = Child([sys.executable, "-c", "while True: print('y\\n' * 100_000)"], grace=0.1)
     await child.open(on_line, lambda _error: None)
     tick()
     try:
-        await until(lambda: sum(heard) > 100_000)
+        await until(lambda: sum(received) > 100_000)
     finally:
         await asyncio.wait_for(child.aclose(), PATIENCE)
-    assert max(heard) <= 2 * TURN  # two pieces: the end of one read, and the beginning of the next
+    assert (
+        max(received) <= 2 * TURN
+    )  # two pieces: the end of one read, and the beginning of the next
 
 
-async def test_a_server_that_asks_without_end_is_not_answered_without_end() -> None:
-    """It does not listen: what it is answered would wait for ever."""
+async def test_server_that_asks_endlessly_gets_a_limited_number_of_answers() -> None:
+    """It does not read: the answers to it would wait indefinitely."""
     sent: list[Any] = []
 
     async def send(message: bytes) -> None:
@@ -274,11 +305,12 @@ async def test_a_server_that_asks_without_end_is_not_answered_without_end() -> N
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_a_cancel_in_the_turn_in_which_the_child_ends_is_not_lost() -> None:
-    """A call whose time ends while it cleans up after the last child would wait for ever."""
+async def test_cancel_as_the_child_exits_is_not_lost() -> None:
+    """A call whose deadline expires while it cleans up after the last child would hang."""
     child: Any = Child([sys.executable, "-c", ""])
     await child.open(lambda _line: None, lambda _error: None)
-    process, wait = child._process, child._process.wait
+    process = child._process
+    wait = child._process.wait
 
     async def ends() -> None:
         await wait()
@@ -292,7 +324,7 @@ async def test_a_cancel_in_the_turn_in_which_the_child_ends_is_not_lost() -> Non
     await wait()
 
 
-async def test_a_deaf_child_times_out_and_the_client_goes_on() -> None:
+async def test_deaf_child_times_out_and_the_client_remains_usable() -> None:
     deaf = 'replies = [] if message["method"] == "deaf" else replies'
     async with connect(echo(deaf), discover=False) as client:
         with pytest.raises(TimedOut):
@@ -300,29 +332,32 @@ async def test_a_deaf_child_times_out_and_the_client_goes_on() -> None:
         assert await client.call("x", [1]) == [1]
 
 
-async def test_a_batch_ends_with_the_last_of_its_entries() -> None:
-    """The call with the most time is answered: what the others wait for ends with their own time."""
+async def test_batch_ends_with_the_last_of_its_entries() -> None:
+    """The call with the most time is answered: the others end at their own deadlines."""
     deaf = 'replies = [reply for reply, m in zip(replies, entries) if m["method"] != "deaf"]'
     async with connect(echo(deaf), discover=False) as client, asyncio.timeout(PATIENCE):
         async with client.batch() as batch:
-            patient, deaf_one = batch.call("x", [1], timeout=10 * PATIENCE), batch.call("deaf", timeout=0.2)
+            patient = batch.call("x", [1], timeout=10 * PATIENCE)
+            deaf_one = batch.call("deaf", timeout=0.2)
         assert patient.result() == [1]
         assert isinstance(deaf_one.error, TimedOut)
         assert await client.call("x", [2]) == [2]
 
 
-async def test_an_array_in_the_wrong_place_and_an_answer_given_twice() -> None:
-    array = 'message["method"] == "array" and (print(json.dumps(replies), flush=True), replies.clear())'
+async def test_array_in_the_wrong_place_and_an_answer_given_twice() -> None:
+    array = (
+        'message["method"] == "array" and (print(json.dumps(replies), flush=True), replies.clear())'
+    )
     twice = 'message["method"] == "twice" and replies.append(replies[0])'
     async with connect(echo(f"{array}; {twice}"), discover=False) as client:
         with pytest.raises(Exception, match="a single call was answered with an array"):
             await client.call("array")
-        with suppress(BadAnswer):  # the first counts, if it was passed on before the second came
+        with suppress(BadAnswer):  # the first counts, if it was delivered before the second arrived
             assert await client.call("twice", [1]) == [1]
         assert await client.call("x", [2]) == [2]
 
 
-async def test_the_terminal_s_interrupt_is_not_the_child_s() -> None:
+async def test_child_does_not_receive_the_interrupt_of_the_terminal() -> None:
     child: Any = Child([sys.executable, "-c", "import sys; sys.stdin.read()"])
     await child.open(lambda _line: None, lambda _error: None)
     try:

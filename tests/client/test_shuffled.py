@@ -1,4 +1,6 @@
-"""A server that answers out of order, twice, late, not at all, or with other things: no call gets the answer of another."""
+"""A server that answers out of order, twice, late, never, or with junk: no call gets the answer of
+another.
+"""
 
 import asyncio
 import random
@@ -42,23 +44,33 @@ for line in sys.stdin:
 
 
 @pytest.mark.parametrize("coalesce", [None, 0.001])
-async def test_no_call_gets_the_answer_of_another(coalesce: float | None) -> None:
-    dice, count = random.Random(7), 0
+async def test_call_does_not_get_the_answer_of_another(coalesce: float | None) -> None:
+    dice = random.Random(7)
+    count = 0
 
     async def single(client: Any, value: int) -> None:
         nonlocal count
         try:
             kind = dice.choice([{"query": True}, {"key": True}, {}])
-            assert await client.call("echo", {"value": value}, timeout=dice.choice([0.05, 0.2]), **kind) == value
+            assert (
+                await client.call(
+                    "echo", {"value": value}, timeout=dice.choice([0.05, 0.2]), **kind
+                )
+                == value
+            )
             count += 1
         except WirecallError:
             pass
 
     async def together(client: Any, value: int) -> None:
         async with client.batch() as batch:
-            entries = [batch.call("echo", {"value": value + offset}, timeout=0.2) for offset in range(7)]
+            entries = [
+                batch.call("echo", {"value": value + offset}, timeout=0.2) for offset in range(7)
+            ]
         assert all(entry.is_settled for entry in entries)
-        assert all(not entry.ok or entry.result() == value + offset for offset, entry in enumerate(entries))
+        assert all(
+            not entry.ok or entry.result() == value + offset for offset, entry in enumerate(entries)
+        )
 
     async def cancelled(client: Any, value: int) -> None:
         call = asyncio.create_task(single(client, value))
@@ -75,5 +87,6 @@ async def test_no_call_gets_the_answer_of_another(coalesce: float | None) -> Non
                 for number in range(60):
                     work = dice.choice([single, single, single, together, cancelled])
                     group.create_task(work(client, 1000 * number))
-            while not count:  # a child that was slow to start may have answered none of them in time
+            # A child that was slow to start may have answered none of them in time.
+            while not count:
                 await single(client, 0)

@@ -1,4 +1,4 @@
-"""Streams of events, in whatever pieces they come."""
+"""Streams of events, split into pieces at any place."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from wirecall.transports.sse import Event, Parser
 
 STREAM = (
     "\ufeff: a comment\n"
-    "id: 1\nretry: 500\n\n"  # no data: not an event, but a place to come back to
+    "id: 1\nretry: 500\n\n"  # no data: not an event, but a place to resume from
     "data: one\n\n"
     "event: named\r\ndata: two\r\ndata:three\r\ndata\r\n\r\n"
     "id: 7\rdata:  four\r\r"
@@ -24,14 +24,19 @@ EVENTS = [
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 16, 64, 10_000])
 def test_events_in_pieces_of_any_size(size: int) -> None:
-    parser, data = Parser(), STREAM.encode()
-    found = [event for start in range(0, len(data), size) for event in parser.feed(data[start : start + size])]
+    parser = Parser()
+    data = STREAM.encode()
+    found = [
+        event
+        for start in range(0, len(data), size)
+        for event in parser.feed(data[start : start + size])
+    ]
     assert found == EVENTS
     assert parser.last_id == "7"
     assert parser.retry == 0.5
 
 
-def test_an_event_may_not_grow_for_ever() -> None:
+def test_event_has_a_limited_size() -> None:
     parser = Parser(max_bytes=100)
     assert parser.feed(b"data: " + b"x" * 50 + b"\n") == []
     with pytest.raises(BadAnswer, match="more than 100 bytes"):

@@ -67,7 +67,7 @@ CASES: list[tuple[Any, Any]] = [
 
 @pytest.mark.parametrize("protocol", ["jsonrpc", "mcp"])
 @pytest.mark.parametrize(("kind", "value"), CASES, ids=[str(kind) for kind, _ in CASES])
-def test_a_result_comes_back_as_its_type(kind: Any, value: Any, protocol: Any) -> None:
+def test_result_is_decoded_as_its_type(kind: Any, value: Any, protocol: Any) -> None:
     app = App("x")
 
     def give() -> Any:
@@ -76,7 +76,9 @@ def test_a_result_comes_back_as_its_type(kind: Any, value: Any, protocol: Any) -
     give.__annotations__["return"] = kind
     app.query(give)
     options: list[dict[str, Any]] = (
-        [{}] if protocol == "jsonrpc" else [{"revision": "2025-03-26"}, {"revision": "2025-06-18"}, {}]
+        [{}]
+        if protocol == "jsonrpc"
+        else [{"revision": "2025-03-26"}, {"revision": "2025-06-18"}, {}]
     )
     for each in options:
         client: Any
@@ -86,7 +88,7 @@ def test_a_result_comes_back_as_its_type(kind: Any, value: Any, protocol: Any) -
 
 
 @pytest.mark.parametrize("protocol", ["jsonrpc", "mcp"])
-def test_a_result_that_a_model_refuses_is_named_in_the_words_of_params(protocol: Any) -> None:
+def test_result_that_a_model_refuses_is_reported_like_params(protocol: Any) -> None:
     app = App("x")
 
     @app.query
@@ -99,12 +101,15 @@ def test_a_result_that_a_model_refuses_is_named_in_the_words_of_params(protocol:
         with pytest.raises(BadAnswer, match=r"result\.fullName: missing") as caught:
             read("give", type=Guest)
         assert caught.value.ran == "yes"
-        with pytest.raises(BadAnswer, match=r"result\.guests\[0?\.*\]\.fullName: missing; result\.guests"):
+        with pytest.raises(
+            BadAnswer, match=r"result\.guests\[0?\.*\]\.fullName: missing; result\.guests"
+        ):
             read("give", type=Table)
 
 
-def test_a_type_that_cannot_be_read_fails_before_anything_is_sent() -> None:
-    app, ran = App("x"), []
+def test_type_that_cannot_be_read_fails_before_anything_is_sent() -> None:
+    app = App("x")
+    ran = []
 
     @app.command
     def give() -> int:

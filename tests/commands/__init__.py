@@ -2,5 +2,5 @@
 
 import pytest
 
-# Its assertions are to say as much as those of a test.
+# pytest explains its failed assertions as it does those of a test.
 pytest.register_assert_rewrite("tests.commands.charges")

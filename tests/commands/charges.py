@@ -1,7 +1,8 @@
-"""Words of the tests of commands: an app with one command that charges, bytes in and bytes out, over every ledger.
+"""Helpers for the tests of commands: an app that charges, bytes in and bytes out, over every
+ledger.
 
-A second app on the same ledger counts as another process. A holder that vanished is a claim made directly in the ledger,
-whose record is then aged.
+A second app on the same ledger counts as another process. A holder that vanished is a claim made
+directly in the ledger, whose record is then aged.
 """
 
 import asyncio
@@ -34,12 +35,18 @@ transactional = pytest.mark.parametrize("store", TRANSACTIONAL, indirect=True)
 
 def late(ran: str, seconds: float) -> Any:
     """The error of a charge that took longer than its timeout."""
-    data = {"type": "deadline_exceeded", "reason": f"charge took longer than its timeout of {seconds:g} s", "ran": ran}
+    data = {
+        "type": "deadline_exceeded",
+        "reason": f"charge took longer than its timeout of {seconds:g} s",
+        "ran": ran,
+    }
     return {"code": 50410, "message": "Deadline exceeded", "data": data}
 
 
 class World:
-    """The effects of commands: handlers that count their effects, and wait where a test asks them to."""
+    """The effects of commands: handlers that count their effects, and wait where a test asks them
+    to.
+    """
 
     def __init__(self) -> None:
         self.effects: list[int] = []
@@ -57,7 +64,10 @@ class World:
         return self.act(cents)
 
     async def held_after(self, cents: int, ctx: Context) -> Any:
-        """The effect, then a wait: it never names its commit point, so it has passed it on entry."""
+        """Takes effect, then waits.
+
+        It never names its commit point, so it has passed it on entry.
+        """
         answer = await self.charge(cents, ctx)
         self.begun.set()
         await self.gate.wait()
@@ -65,14 +75,14 @@ class World:
         return answer
 
     async def held_before(self, cents: int, ctx: Context) -> Any:
-        """A wait, the commit point, the effect."""
+        """Waits, passes the commit point, takes effect."""
         self.begun.set()
         await self.gate.wait()
         await ctx.commit_point()
         return await self.charge(cents, ctx)
 
     async def held_between(self, cents: int, ctx: Context) -> Any:
-        """The commit point, the effect, a wait."""
+        """Passes the commit point, takes effect, waits."""
         await ctx.commit_point()
         return await self.held_after(cents, ctx)
 
@@ -82,7 +92,7 @@ def charge(id: Any = 1, *, cents: Any = 5, key: str = "k") -> bytes:
 
 
 async def vanish(ledger: Ledger, store: Store, **fields: Any) -> Record:
-    """A holder that claimed the command and was never heard of again; its lease is over."""
+    """A holder that claimed the command and then vanished; its lease has expired."""
     record = await ledger.claim(claim_of(ID, fingerprint=PRINT, **fields))
     store.age(ID, LEASE + 1)
     aged = await ledger.get(ID)
@@ -96,7 +106,7 @@ async def stands(ledger: Ledger, id: RecordId = ID) -> State | None:
 
 
 def is_unknown(refused: Any, record: Record) -> None:
-    """50910 with all that is known."""
+    """50910 with everything that the record says."""
     assert refused == {
         "code": 50910,
         "message": refused["message"],
@@ -113,14 +123,19 @@ def is_unknown(refused: Any, record: Record) -> None:
 def is_in_progress(refused: Any) -> None:
     data = refused["data"]
     assert refused["code"] == 40910
-    assert data == {"type": "idempotency_key_in_progress", "ran": "unknown", "retry_after_ms": data["retry_after_ms"]}
+    assert data == {
+        "type": "idempotency_key_in_progress",
+        "ran": "unknown",
+        "retry_after_ms": data["retry_after_ms"],
+    }
     assert data["retry_after_ms"] > 0
 
 
 async def watch(app: App, method: str) -> "asyncio.Queue[Any]":
-    """Collect the results of a method of the app's ledger as they come."""
+    """Collect the results of a method of the app's ledger as they arrive."""
     ledger = await app.ledger()
-    inner, given = getattr(ledger, method), asyncio.Queue[Any]()
+    inner = getattr(ledger, method)
+    given = asyncio.Queue[Any]()
 
     async def watched(*args: Any, **options: Any) -> Any:
         answer = await inner(*args, **options)
@@ -131,8 +146,26 @@ async def watch(app: App, method: str) -> "asyncio.Queue[Any]":
     return given
 
 
+async def hold_claims(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> "asyncio.Queue[asyncio.Future[None]]":
+    """Make every claim of the app's ledger wait until a test sets the result of its future."""
+    ledger = await app.ledger()
+    claim = ledger.claim
+    held = asyncio.Queue[asyncio.Future[None]]()
+
+    async def slow(wanted: Claim) -> Record:
+        gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        held.put_nowait(gate)
+        await gate
+        return await claim(wanted)
+
+    monkeypatch.setattr(ledger, "claim", slow)
+    return held
+
+
 async def lose_claim(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next claim takes effect, and its answer is lost."""
+    """The next claim takes effect, but its answer is lost."""
     handle = await app.ledger()
     claim = handle.claim
 
@@ -145,7 +178,7 @@ async def lose_claim(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Effects:
-    """A table of the handler's own, in the database of the ledger."""
+    """The handler's own table, in the ledger's database."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -154,7 +187,7 @@ class Effects:
 
     @staticmethod
     async def add(ctx: Context, cents: int) -> int:
-        """The effect, through the open transaction; gives the number of effects there are by then."""
+        """Take effect in the open transaction; return the number of effects so far."""
         if hasattr(ctx.db, "pragma"):
             ctx.db.execute("INSERT INTO effects VALUES (?)", (cents,))
             return cast(int, ctx.db.execute("SELECT count(*) FROM effects").get)
@@ -164,7 +197,7 @@ class Effects:
 
     @property
     def all(self) -> list[int]:
-        """What others see: that is, what was committed."""
+        """The effects that others see: the committed ones."""
         return sorted(cents for (cents,) in self._ask("SELECT cents FROM effects"))
 
     def _ask(self, statement: str) -> list[Any]:

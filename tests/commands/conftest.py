@@ -1,4 +1,4 @@
-"""Fixtures of the tests of commands: what is done to the world, and apps on the store."""
+"""Fixtures of the tests of commands: the effects of handlers, and apps on the store."""
 
 from collections.abc import AsyncIterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""The words of these tests mean what they say."""
+"""The helpers of these tests do what their names say."""
 
 import json
 
@@ -7,8 +7,8 @@ from tests.servers import Store
 from wirecall.ledger import memory
 
 
-def test_the_memory_ledger_of_these_tests_is_the_real_one(store: Store) -> None:
-    """Only where it is kept is ours: one URL, one ledger, so that two apps can share it."""
+def test_memory_ledger_of_these_tests_is_the_real_one(store: Store) -> None:
+    """Only its storage is replaced: one URL, one ledger, so that two apps can share it."""
     assert memory.open_url.__module__ == "tests.servers"
     assert json.loads(charge()) == {
         "jsonrpc": "2.0",

@@ -28,11 +28,14 @@ class Clock:
         return self.now
 
 
-# --- handlers of every kind --------------------------------------------------------------------------------------------
+# --- handlers of every kind -----------------------------------------------------------------------
 
 
-async def test_a_plain_function_that_returns_something_to_await_is_shielded_like_a_coroutine() -> None:
-    app, begun, go, effects = make_app(), asyncio.Event(), asyncio.Event(), list[int]()
+async def test_sync_handler_that_returns_an_awaitable_is_shielded_like_a_coroutine() -> None:
+    app = make_app()
+    begun = asyncio.Event()
+    go = asyncio.Event()
+    effects = list[int]()
 
     async def inner() -> int:
         begun.set()
@@ -52,9 +55,10 @@ async def test_a_plain_function_that_returns_something_to_await_is_shielded_like
     await app.aclose()
 
 
-async def test_every_kind_of_waiting_has_a_task_of_its_own() -> None:
-    """Known by Python's instructions, which each version chooses anew: since 3.12, a comprehension is in its function."""
-    app, tasks = make_app(), dict[str, Any]()
+async def test_handler_that_waits_in_any_way_gets_its_own_task() -> None:
+    """Wirecall reads Python's bytecode, which differs by version: 3.12 inlines comprehensions."""
+    app = make_app()
+    tasks = dict[str, Any]()
 
     class Waits:
         def __init__(self, name: str) -> None:
@@ -99,8 +103,9 @@ async def test_every_kind_of_waiting_has_a_task_of_its_own() -> None:
     assert len({asyncio.current_task(), *tasks.values()}) == 5
 
 
-async def test_a_thread_that_returns_a_coroutine_has_it_awaited() -> None:
-    app, effects = make_app(), list[int]()
+async def test_sync_handler_in_a_thread_may_return_a_coroutine() -> None:
+    app = make_app()
+    effects = list[int]()
 
     @app.command
     def put(ctx: Context) -> Any:
@@ -116,7 +121,7 @@ async def test_a_thread_that_returns_a_coroutine_has_it_awaited() -> None:
     assert effects == [1]
 
 
-async def test_a_plain_function_blocks_at_its_commit_point_and_runs_in_a_thread_for_it() -> None:
+async def test_sync_handler_with_a_commit_point_runs_in_a_thread() -> None:
     app = make_app()
 
     @app.command
@@ -135,8 +140,8 @@ async def test_a_plain_function_blocks_at_its_commit_point_and_runs_in_a_thread_
 
 
 @pytest.mark.parametrize("key", [None, "k"])
-async def test_a_thread_that_raises_stop_iteration_is_answered(key: str | None) -> None:
-    """A future cannot carry that exception: asyncio's own to_thread waits for ever."""
+async def test_sync_handler_in_a_thread_may_raise_stop_iteration(key: str | None) -> None:
+    """A future cannot carry that exception: asyncio's own to_thread waits indefinitely."""
     app = make_app()
     app.command(name="put", blocking=True)(lambda: next(iter(())))
     async with asyncio.timeout(60):
@@ -144,20 +149,24 @@ async def test_a_thread_that_raises_stop_iteration_is_answered(key: str | None) 
     await app.aclose()
 
 
-async def test_a_reconcile_function_in_a_thread_that_raises_stop_iteration_is_answered() -> None:
+async def test_reconcile_function_in_a_thread_may_raise_stop_iteration() -> None:
     app = make_app()
-    app.command(name="put", on_crash="reconcile", reconcile=lambda n: next(iter(())), blocking=True)(lambda n: n)
+    app.command(
+        name="put", on_crash="reconcile", reconcile=lambda n: next(iter(())), blocking=True
+    )(lambda n: n)
     await vanished(app, "reconcile")
     async with asyncio.timeout(60):
         assert error(await app.handle(call("put", {"n": 1}, key="k")))["data"]["ran"] == "unknown"
     await app.aclose()
 
 
-def test_a_commit_point_of_something_else_is_not_ours() -> None:
+def test_commit_point_of_another_object_is_not_ours() -> None:
     class Database:
         def commit_point(self) -> None: ...
 
-    app, effects, database = make_app(), list[int](), Database()
+    app = make_app()
+    effects = list[int]()
+    database = Database()
 
     @app.command
     def put() -> None:
@@ -170,7 +179,7 @@ def test_a_commit_point_of_something_else_is_not_ours() -> None:
     assert effects == [1]
 
 
-def test_commit_point_without_a_key_does_nothing_and_warns_of_nothing() -> None:
+def test_commit_point_without_a_key_does_nothing_and_does_not_warn() -> None:
     app = make_app()
 
     @app.command
@@ -181,9 +190,14 @@ def test_commit_point_without_a_key_does_nothing_and_warns_of_nothing() -> None:
     assert result(app.handle_sync(call("put"))) == 1
 
 
-async def test_a_cancelled_thread_stops_at_its_commit_point(clock: LoopClock) -> None:
-    """The caller left before the commit point, so nothing may be done after it, and a retry runs."""
-    app, begun, go, effects = make_app(), threading.Event(), threading.Event(), list[str]()
+async def test_cancelled_thread_stops_at_its_commit_point(clock: LoopClock) -> None:
+    """The caller left before the commit point, so the handler must not act after it, and a retry
+    runs.
+    """
+    app = make_app()
+    begun = threading.Event()
+    go = threading.Event()
+    effects = list[str]()
 
     @app.command(timeout=60)
     def put(ctx: Context) -> int:
@@ -203,12 +217,13 @@ async def test_a_cancelled_thread_stops_at_its_commit_point(clock: LoopClock) ->
     assert effects == ["effect"]
 
 
-# --- what is recorded --------------------------------------------------------------------------------------------------
+# --- records --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("refusal", [Busy(ran="no"), InvalidParams("too much")])
-def test_a_refusal_is_not_an_outcome(refusal: RpcError) -> None:
-    app, answers = make_app(), [refusal, None]
+def test_refusal_is_not_an_outcome(refusal: RpcError) -> None:
+    app = make_app()
+    answers = [refusal, None]
 
     @app.command
     def put() -> int:
@@ -221,7 +236,7 @@ def test_a_refusal_is_not_an_outcome(refusal: RpcError) -> None:
     assert result(app.handle_sync(call("put", key="k"))) == 1
 
 
-def test_an_internal_error_of_a_handler_s_own_is_not_an_outcome_either() -> None:
+def test_internal_error_raised_by_a_handler_is_not_an_outcome() -> None:
     app = make_app()
 
     @app.command
@@ -232,7 +247,7 @@ def test_an_internal_error_of_a_handler_s_own_is_not_an_outcome_either() -> None
     assert error(app.handle_sync(call("put", key="k")))["code"] == 50910
 
 
-def test_a_replayed_error_is_among_the_replayed_ids() -> None:
+def test_replayed_error_is_among_the_replayed_ids() -> None:
     app = make_app()
 
     @app.command
@@ -245,7 +260,7 @@ def test_a_replayed_error_is_among_the_replayed_ids() -> None:
     assert ids == [2]
 
 
-def test_of_a_large_error_its_code_and_message_are_kept() -> None:
+def test_large_error_keeps_its_code_and_message() -> None:
     app = make_app()
 
     @app.command(max_stored_result=100)
@@ -253,11 +268,16 @@ def test_of_a_large_error_its_code_and_message_are_kept() -> None:
         raise DomainError(4020, "no", {"why": "x" * 1000})
 
     assert len(error(app.handle_sync(call("put", key="k")))["data"]["why"]) == 1000
-    assert error(app.handle_sync(call("put", key="k"))) == {"code": 4020, "message": "no", "data": {"replayed": True}}
+    assert error(app.handle_sync(call("put", key="k"))) == {
+        "code": 4020,
+        "message": "no",
+        "data": {"replayed": True},
+    }
 
 
-def test_a_command_whose_own_key_comes_by_position_is_protected() -> None:
-    app, effects = make_app(), list[int]()
+def test_command_with_a_positional_key_is_protected() -> None:
+    app = make_app()
+    effects = list[int]()
 
     @app.command
     def put(value: int, idempotency_key: str) -> int:
@@ -266,11 +286,14 @@ def test_a_command_whose_own_key_comes_by_position_is_protected() -> None:
 
     for _ in range(2):
         assert result(app.handle_sync(call("put", [7, "k"]))) == 1
-    assert error(app.handle_sync(call("put", [7, "two words"])))["data"]["type"] == "idempotency_key_invalid"
+    assert (
+        error(app.handle_sync(call("put", [7, "two words"])))["data"]["type"]
+        == "idempotency_key_invalid"
+    )
     assert effects == [7]
 
 
-def test_a_keyboard_interrupt_goes_up_and_leaves_the_truth() -> None:
+def test_keyboard_interrupt_propagates_and_leaves_a_true_record() -> None:
     app = make_app()
 
     @app.command
@@ -282,8 +305,9 @@ def test_a_keyboard_interrupt_goes_up_and_leaves_the_truth() -> None:
     assert error(app.handle_sync(call("put", key="k")))["code"] == 50910
 
 
-def test_results_of_a_batch_are_those_of_their_own_moment() -> None:
-    app, cart = make_app(), list[int]()
+def test_batch_results_are_encoded_when_each_call_ends() -> None:
+    app = make_app()
+    cart = list[int]()
 
     @app.command
     def add(n: int) -> list[int]:
@@ -292,15 +316,22 @@ def test_results_of_a_batch_are_those_of_their_own_moment() -> None:
 
     app.query(name="look")(lambda: cart)
     reply = read(
-        app.handle_sync(batch(call("add", [1], 1), call("look", None, 2), call("add", [2], 3), call("look", None, 4)))
+        app.handle_sync(
+            batch(
+                call("add", [1], 1),
+                call("look", None, 2),
+                call("add", [2], 3),
+                call("look", None, 4),
+            )
+        )
     )
     assert [entry["result"] for entry in reply] == [[1], [1], [1, 2], [1, 2]]
 
 
-# --- without an event loop ---------------------------------------------------------------------------------------------
+# --- without an event loop ------------------------------------------------------------------------
 
 
-def test_a_key_in_use_cannot_be_waited_for_without_a_loop() -> None:
+def test_key_in_use_is_not_waited_for_without_a_loop() -> None:
     app = make_app()
 
     @app.command
@@ -311,7 +342,7 @@ def test_a_key_in_use_cannot_be_waited_for_without_a_loop() -> None:
 
 
 @pytest.mark.parametrize("key", [None, "k"])
-def test_a_handler_that_needs_a_loop_says_so_whatever_it_waits_for(key: str | None) -> None:
+def test_handler_that_waits_without_a_loop_raises_an_error_that_says_so(key: str | None) -> None:
     app = make_app()
 
     @app.command
@@ -322,10 +353,12 @@ def test_a_handler_that_needs_a_loop_says_so_whatever_it_waits_for(key: str | No
         app.handle_sync(call("put", key=key))
 
 
-# --- on_crash ----------------------------------------------------------------------------------------------------------
+# --- on_crash -------------------------------------------------------------------------------------
 
 
-async def vanished(app: App, on_crash: Any = "unknown", *, committed: bool = True) -> tuple[MemoryLedger, Clock]:
+async def vanished(
+    app: App, on_crash: Any = "unknown", *, committed: bool = True
+) -> tuple[MemoryLedger, Clock]:
     """A ledger in which a holder of the key has claimed, and its lease is over."""
     clock = Clock()
     ledger = MemoryLedger(clock=clock)
@@ -350,11 +383,17 @@ async def vanished(app: App, on_crash: Any = "unknown", *, committed: bool = Tru
 
 @pytest.mark.parametrize(
     ("verdict", "expected", "runs"),
-    [(Done("found"), "found", 0), (NotDone(), 1, 1), (CannotTell(), 50910, 0), ("garbage", 50910, 0)],
+    [
+        (Done("found"), "found", 0),
+        (NotDone(), 1, 1),
+        (CannotTell(), 50910, 0),
+        ("garbage", 50910, 0),
+    ],
 )
 @pytest.mark.parametrize("form", ["plain", "async", "blocking"])
 async def test_reconcile(verdict: Any, expected: Any, runs: int, form: str) -> None:
-    app, ran = make_app(), list[int]()
+    app = make_app()
+    ran = list[int]()
 
     def plain(n: int) -> Any:
         return verdict
@@ -375,9 +414,11 @@ async def test_reconcile(verdict: Any, expected: Any, runs: int, form: str) -> N
     assert len(ran) == runs
 
 
-def test_an_unusable_reconcile_function_is_an_error_at_registration() -> None:
+def test_reconcile_function_that_is_unusable_is_refused_at_registration() -> None:
     with pytest.raises(UsageError, match=r"it takes \(order\), the command takes \(order, cents\)"):
-        make_app().command(name="put", on_crash="reconcile", reconcile=lambda order: NotDone())(lambda order, cents: 1)
+        make_app().command(name="put", on_crash="reconcile", reconcile=lambda order: NotDone())(
+            lambda order, cents: 1
+        )
     with pytest.raises(UsageError, match="asked only with"):
         make_app().command(name="put", reconcile=lambda: NotDone())(lambda: 1)
     with pytest.raises(UsageError, match="must be one of unknown, rerun"):
@@ -386,8 +427,9 @@ def test_an_unusable_reconcile_function_is_an_error_at_registration() -> None:
         make_app().query(name="get", execution="seq")(lambda: 1)  # type: ignore[call-overload]
 
 
-async def test_a_run_that_fails_before_its_commit_point_keeps_the_evidence_of_an_earlier_one() -> None:
-    app, asked = make_app(), list[str]()
+async def test_run_that_fails_before_its_commit_point_keeps_evidence_of_an_earlier_run() -> None:
+    app = make_app()
+    asked = list[str]()
 
     def reconcile(n: int) -> NotDone:
         asked.append("asked")
@@ -406,12 +448,19 @@ async def test_a_run_that_fails_before_its_commit_point_keeps_the_evidence_of_an
     assert asked == ["asked", "asked"]
 
 
-# --- stopping ----------------------------------------------------------------------------------------------------------
+# --- stopping -------------------------------------------------------------------------------------
 
 
-async def test_a_slow_store_has_one_renewal_of_a_lease_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new one used to be sent after every third of the lease, whether the last had been answered or not."""
-    app, under_way, most, ended = make_app(), 0, 0, asyncio.Semaphore(0)
+async def test_lease_renewal_waits_for_the_last_one_on_a_slow_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server used to renew after every third of the lease, even while the last renewal was
+    pending.
+    """
+    app = make_app()
+    under_way = 0
+    most = 0
+    ended = asyncio.Semaphore(0)
 
     @app.command(lease=0.06)
     async def put() -> None:
@@ -434,8 +483,12 @@ async def test_a_slow_store_has_one_renewal_of_a_lease_at_a_time(monkeypatch: py
     assert most == 1
 
 
-async def test_the_shortest_lease_does_not_keep_the_event_loop_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    app, beats, enough = make_app(), list[float](), asyncio.Event()
+async def test_lease_of_the_shortest_duration_does_not_keep_the_loop_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    app = make_app()
+    beats = list[float]()
+    enough = asyncio.Event()
 
     @app.command(lease=1e-6)
     async def put() -> None:
@@ -454,8 +507,9 @@ async def test_the_shortest_lease_does_not_keep_the_event_loop_busy(monkeypatch:
     assert (beats[9] - beats[0]) / 9 > 0.008
 
 
-async def test_no_command_starts_after_the_app_has_stopped() -> None:
-    app, ran = make_app(), list[int]()
+async def test_commands_do_not_start_after_the_app_has_stopped() -> None:
+    app = make_app()
+    ran = list[int]()
     app.command(name="put", wait=5)(lambda n: ran.append(n))
     ledger, clock = await vanished(app)
     clock.now -= 31  # the other holder is alive
@@ -468,7 +522,9 @@ async def test_no_command_starts_after_the_app_has_stopped() -> None:
     assert ran == []
 
 
-async def test_stopping_waits_for_an_outcome_that_is_not_recorded_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stop_waits_for_an_outcome_that_is_not_recorded_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     app = make_app()
     app.command(name="put")(lambda: 1)
     ledger = await app.ledger()
@@ -480,9 +536,13 @@ async def test_stopping_waits_for_an_outcome_that_is_not_recorded_yet(monkeypatc
     assert record.state is State.DONE
 
 
-async def test_an_outcome_is_recorded_however_short_its_retention_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The result is gone by then; that it was done is not."""
-    app, failures, recorded = make_app(), [LedgerDown("away")] * 5, asyncio.Event()
+async def test_outcome_is_recorded_even_with_the_shortest_retention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The result has expired by then; the fact that the command ran has not."""
+    app = make_app()
+    failures = [LedgerDown("away")] * 5
+    recorded = asyncio.Event()
     app.command(name="put", retention=0.001)(lambda: 1)
     ledger = await app.ledger()
     complete = ledger.complete
@@ -500,7 +560,7 @@ async def test_an_outcome_is_recorded_however_short_its_retention_is(monkeypatch
     await app.aclose()
 
 
-async def test_an_unrecorded_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_error_that_is_not_recorded_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     app = make_app()
 
     @app.command
@@ -512,8 +572,9 @@ async def test_an_unrecorded_error_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     await app.aclose()
 
 
-async def test_a_handler_that_does_not_heed_its_cancellation_does_not_hold_the_app_for_ever() -> None:
-    app, begun = make_app(), asyncio.Event()
+async def test_handler_that_ignores_its_cancellation_does_not_block_shutdown() -> None:
+    app = make_app()
+    begun = asyncio.Event()
     release = asyncio.Event()
 
     @app.command
@@ -533,8 +594,10 @@ async def test_a_handler_that_does_not_heed_its_cancellation_does_not_hold_the_a
     await asyncio.wait([caller])
 
 
-async def test_a_handler_that_does_not_heed_its_cancellation_does_not_hold_its_caller_either() -> None:
-    app, release, effects = make_app(), asyncio.Event(), list[int]()
+async def test_handler_that_ignores_its_cancellation_does_not_block_its_caller() -> None:
+    app = make_app()
+    release = asyncio.Event()
+    effects = list[int]()
 
     @app.command(timeout=0.01)
     async def put(ctx: Context) -> None:
@@ -551,10 +614,10 @@ async def test_a_handler_that_does_not_heed_its_cancellation_does_not_hold_its_c
     assert (refused["code"], refused["data"]["ran"]) == (50410, "no")
     release.set()
     await app.aclose(1)
-    assert effects == []  # what was said to the caller is true: the commit point refuses
+    assert effects == []  # the caller got a true answer: the commit point refuses
 
 
-def test_middleware_is_added_before_serving() -> None:
+def test_middleware_must_be_added_before_serving() -> None:
     app = make_app()
     app.query(name="look")(lambda: 1)
     app.handle_sync(call("look"))
@@ -562,26 +625,30 @@ def test_middleware_is_added_before_serving() -> None:
         app.middleware(lambda ctx, call_next: call_next(ctx))
 
 
-async def test_the_first_commands_share_one_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ledger_is_opened_once_for_the_first_commands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     opened: list[MemoryLedger] = []
 
-    async def slow_open(url: str) -> MemoryLedger:
+    async def slow_open(url: str, tables: str) -> MemoryLedger:
         await asyncio.sleep(0)
         opened.append(MemoryLedger())
         return opened[-1]
 
     monkeypatch.setattr("wirecall.app.open_ledger", slow_open)
-    app = make_app()
+    app = make_app(ledger="sqlite:not-made.db")  # a ledger in memory opens without a wait
     app.command(name="put")(lambda: 1)
     await asyncio.gather(*(app.handle(call("put", key=f"k{n}")) for n in range(20)))
     assert len(opened) == 1
 
 
-async def test_a_claim_whose_answer_is_lost_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    app, ran = make_app(), list[int]()
+async def test_claim_with_a_lost_answer_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = make_app()
+    ran = list[int]()
     app.command(name="put", wait=0.01)(lambda: ran.append(1))
     ledger = await app.ledger()
-    claim, lost = ledger.claim, [LedgerDown("the answer was lost")]
+    claim = ledger.claim
+    lost = [LedgerDown("the answer was lost")]
 
     async def flaky(wanted: Claim) -> Record:
         record = await claim(wanted)
@@ -598,7 +665,7 @@ async def test_a_claim_whose_answer_is_lost_is_taken_back(monkeypatch: pytest.Mo
     await app.aclose()
 
 
-# --- an operator's verdict ---------------------------------------------------------------------------------------------
+# --- an operator's verdict ------------------------------------------------------------------------
 
 
 async def with_an_unknown_outcome() -> App:
@@ -612,7 +679,7 @@ async def with_an_unknown_outcome() -> App:
     return app
 
 
-async def test_a_verdict_whose_result_cannot_be_written_settles_nothing() -> None:
+async def test_verdict_with_an_unencodable_result_settles_nothing() -> None:
     app = await with_an_unknown_outcome()
     with pytest.raises(UsageError, match="cannot be replayed"):
         await app.resolve("put", "k", Done(float("nan")))
@@ -620,8 +687,10 @@ async def test_a_verdict_whose_result_cannot_be_written_settles_nothing() -> Non
 
 
 @pytest.mark.parametrize("verdict", [Done, NotDone, CannotTell(), "done", True, None])
-async def test_an_invalid_verdict_settles_nothing(verdict: Any) -> None:
-    """Else a forgotten pair of brackets would remove the evidence, and the command would run again."""
+async def test_invalid_verdict_settles_nothing(verdict: Any) -> None:
+    """Otherwise a forgotten pair of brackets would remove the evidence, and the command would run
+    again.
+    """
     app = await with_an_unknown_outcome()
     with pytest.raises(UsageError, match="must be Done"):
         await app.resolve("put", "k", verdict)

@@ -12,10 +12,12 @@ from tests.servers import Store
 from wirecall import App, Context, DomainError
 from wirecall.ledger.base import Ledger, State
 
-# --- failures --------------------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 
-async def test_an_exception_before_the_commit_point_did_nothing(app: App, ledger: Ledger, world: World) -> None:
+async def test_exception_before_the_commit_point_did_nothing(
+    app: App, ledger: Ledger, world: World
+) -> None:
     @app.command(name="charge")
     async def handler(cents: int, ctx: Context) -> Any:
         if not world.seen:
@@ -32,10 +34,13 @@ async def test_an_exception_before_the_commit_point_did_nothing(app: App, ledger
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["after it", "without one"])
-async def test_an_exception_after_the_commit_point_leaves_it_unknown(
+async def test_exception_after_the_commit_point_leaves_an_unknown_outcome(
     named: bool, app: App, ledger: Ledger, world: World
 ) -> None:
-    """B2: deleting the record would invite a second effect. A handler that names no commit point has passed it on entry."""
+    """B2: deleting the record would invite a second effect.
+
+    Without a commit point, it is passed on entry.
+    """
     if named:
 
         @app.command(name="charge")
@@ -58,7 +63,7 @@ async def test_an_exception_after_the_commit_point_leaves_it_unknown(
     assert world.effects == [5]
 
 
-async def test_a_domain_error_before_the_commit_point_is_recorded_too(app: App, ledger: Ledger) -> None:
+async def test_domain_error_before_the_commit_point_is_recorded(app: App, ledger: Ledger) -> None:
     calls: list[int] = []
 
     @app.command(name="charge")
@@ -74,8 +79,8 @@ async def test_a_domain_error_before_the_commit_point_is_recorded_too(app: App, 
     assert calls == [5]
 
 
-async def test_a_plain_function_may_have_a_commit_point(app: App, ledger: Ledger, world: World) -> None:
-    """It blocks, so the function runs in a thread."""
+async def test_commit_point_works_in_a_sync_handler(app: App, ledger: Ledger, world: World) -> None:
+    """`commit_point` blocks, so the function runs in a thread."""
 
     @app.command(name="charge")
     def handler(cents: int, ctx: Context) -> Any:
@@ -93,10 +98,12 @@ async def test_a_plain_function_may_have_a_commit_point(app: App, ledger: Ledger
     assert world.effects == [5]
 
 
-# --- the lease -------------------------------------------------------------------------------------------------------
+# --- the lease ------------------------------------------------------------------------------------
 
 
-async def test_a_commit_point_after_the_lease_is_refused(app: App, ledger: Ledger, store: Store, world: World) -> None:
+async def test_commit_point_after_the_lease_is_refused(
+    app: App, ledger: Ledger, store: Store, world: World
+) -> None:
     """B2: a paused holder stops before its effect, because a successor may be at work."""
     app.command(name="charge")(world.held_before)
     first = asyncio.create_task(app.handle(charge()))
@@ -109,10 +116,11 @@ async def test_a_commit_point_after_the_lease_is_refused(app: App, ledger: Ledge
     assert result(await app.handle(charge()))["number"] == 1
 
 
-async def test_a_holder_that_was_taken_over_before_its_commit_point_stops(
+async def test_holder_that_lost_its_lease_stops_at_its_commit_point(
     new_app: NewApp, store: Store, world: World
 ) -> None:
-    here, there = new_app(), new_app()
+    here = new_app()
+    there = new_app()
     here.command(name="charge")(world.held_before)
     there.command(name="charge")(world.charge)
     first = asyncio.create_task(here.handle(charge()))
@@ -125,7 +133,9 @@ async def test_a_holder_that_was_taken_over_before_its_commit_point_stops(
     assert world.effects == [5]
 
 
-async def test_the_lease_is_renewed_for_as_long_as_the_handler_runs(app: App, ledger: Ledger, world: World) -> None:
+async def test_lease_is_renewed_while_the_handler_runs(
+    app: App, ledger: Ledger, world: World
+) -> None:
     app.command(name="charge", lease=0.2)(world.held_after)
     beats = await watch(app, "heartbeat")
     first = asyncio.create_task(app.handle(charge()))

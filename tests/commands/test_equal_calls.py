@@ -1,4 +1,4 @@
-"""Equal calls without a key at once, in one process: each is a command of its own, over every ledger."""
+"""Equal calls without a key at once, in one process: each is a separate command, over every ledger."""
 
 import asyncio
 from typing import Any
@@ -8,20 +8,24 @@ import pytest
 from tests.calls import call, result
 from tests.commands.charges import PARAMS, Effects, World, transactional
 from wirecall import App, Context
-from wirecall.commands import delivery
+from wirecall.commands import receipts
 
 CALLS = 20
 
 
 async def charge_at_once(app: App) -> list[Any]:
-    """A caller that is known, so that these calls are compared with each other."""
-    calls = (app.handle(call("charge", PARAMS, id=number), caller="alice") for number in range(CALLS))
+    """A caller that the server knows, so that it compares these calls with each other."""
+    calls = (
+        app.handle(call("charge", PARAMS, id=number), caller="alice") for number in range(CALLS)
+    )
     return [result(reply)["number"] for reply in await asyncio.gather(*calls)]
 
 
 @pytest.mark.parametrize("wait", [0.001, 25.0])
-async def test_equal_calls_at_once_do_not_wait_for_each_other(app: App, world: World, wait: float) -> None:
-    """Also those that come while the ledger has not answered the claim of the first."""
+async def test_equal_calls_at_once_do_not_wait_for_each_other(
+    app: App, world: World, wait: float
+) -> None:
+    """Neither do those that arrive before the ledger has answered the claim of the first."""
     app.command(name="charge", key="auto", wait=wait)(world.charge)
     assert sorted(await charge_at_once(app)) == list(range(1, CALLS + 1))
     assert sorted(await charge_at_once(app)) == list(range(CALLS + 1, 2 * CALLS + 1))
@@ -30,15 +34,15 @@ async def test_equal_calls_at_once_do_not_wait_for_each_other(app: App, world: W
 async def test_equal_calls_in_memory_do_not_wait_for_a_transport(
     app: App, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There, a caller that leaves is noticed at once."""
-    monkeypatch.setattr(delivery, "NOTICED_AFTER", 3600.0)
+    """There, the server notices at once that a caller leaves."""
+    monkeypatch.setattr(receipts, "NOTICED_AFTER", 3600.0)
     app.command(name="charge", key="auto")(world.charge)
     assert sorted(await charge_at_once(app)) == list(range(1, CALLS + 1))
 
 
 @transactional
 async def test_equal_transactions_at_once_all_act(app: App, effects: Effects) -> None:
-    """Each in its turn. None of them gets the answer of another."""
+    """One after another. Each gets its own answer."""
 
     @app.command(name="charge", key="auto", on_crash="transactional")
     async def handler(cents: int, ctx: Context) -> Any:

@@ -1,4 +1,6 @@
-"""Deadlines, callers that hang up, and an app that stops, around the commit point (P5); every ledger."""
+"""Deadlines, callers that hang up, and an app that stops, around the commit point (P5); every
+ledger.
+"""
 
 import asyncio
 from typing import Any
@@ -12,10 +14,10 @@ from tests.commands.charges import ID, PARAMS, PATIENCE, NewApp, World, charge, 
 from wirecall import App
 from wirecall.ledger.base import Ledger, State
 
-# --- deadlines -------------------------------------------------------------------------------------------------------
+# --- deadlines ------------------------------------------------------------------------------------
 
 
-async def test_a_deadline_before_the_commit_point_did_nothing(
+async def test_deadline_before_the_commit_point_did_nothing(
     app: App, ledger: Ledger, world: World, clock: LoopClock
 ) -> None:
     app.command(name="charge", timeout=PATIENCE)(world.held_before)
@@ -30,7 +32,7 @@ async def test_a_deadline_before_the_commit_point_did_nothing(
 
 
 @pytest.mark.parametrize("handler", ["held_between", "held_after"])
-async def test_a_deadline_after_the_commit_point_lets_the_handler_finish(
+async def test_deadline_after_the_commit_point_lets_the_handler_finish(
     handler: str, app: App, ledger: Ledger, world: World, clock: LoopClock
 ) -> None:
     """The caller gets `ran: "unknown"`; the outcome is recorded, and a retry gets it."""
@@ -51,11 +53,12 @@ async def test_a_deadline_after_the_commit_point_lets_the_handler_finish(
     assert world.effects == [5]
 
 
-async def test_a_deadline_of_a_duplicate_says_nothing_about_the_first(
+async def test_deadline_of_a_duplicate_says_nothing_about_the_first(
     new_app: NewApp, world: World, clock: LoopClock
 ) -> None:
     """The first runs elsewhere: "no" would invite its caller to send it under another key."""
-    here, there = new_app(), new_app()
+    here = new_app()
+    there = new_app()
     here.command(name="charge")(world.held_after)
     there.command(name="charge", timeout=20)(world.charge)
     first = asyncio.create_task(here.handle(charge()))
@@ -70,7 +73,7 @@ async def test_a_deadline_of_a_duplicate_says_nothing_about_the_first(
     assert result(await first)["number"] == 1
 
 
-async def test_a_deadline_of_a_duplicate_in_the_same_process_counts_as_well(
+async def test_deadline_of_a_duplicate_in_the_same_process_counts(
     app: App, world: World, clock: LoopClock
 ) -> None:
     app.command(name="charge", timeout=PATIENCE)(world.held_after)
@@ -85,10 +88,10 @@ async def test_a_deadline_of_a_duplicate_in_the_same_process_counts_as_well(
     assert result(await app.handle(charge()))["number"] == 1
 
 
-# --- callers that hang up --------------------------------------------------------------------------------------------
+# --- callers that hang up -------------------------------------------------------------------------
 
 
-async def test_a_caller_that_hangs_up_before_the_commit_point_stops_the_handler(
+async def test_caller_that_hangs_up_before_the_commit_point_stops_the_handler(
     app: App, ledger: Ledger, world: World
 ) -> None:
     app.command(name="charge")(world.held_before)
@@ -104,7 +107,7 @@ async def test_a_caller_that_hangs_up_before_the_commit_point_stops_the_handler(
 
 
 @pytest.mark.parametrize("handler", ["held_between", "held_after"])
-async def test_a_caller_that_hangs_up_after_the_commit_point_loses_nothing(
+async def test_caller_that_hangs_up_after_the_commit_point_loses_nothing(
     handler: str, app: App, ledger: Ledger, world: World
 ) -> None:
     """P5: the handler is shielded, finishes, and its outcome is recorded."""
@@ -123,7 +126,9 @@ async def test_a_caller_that_hangs_up_after_the_commit_point_loses_nothing(
     assert world.effects == [5]
 
 
-async def test_a_caller_that_hangs_up_on_a_batch(app: App, ledger: Ledger, world: World) -> None:
+async def test_caller_that_hangs_up_on_a_batch_cancels_its_next_entries(
+    app: App, ledger: Ledger, world: World
+) -> None:
     """The entry past its commit point is finished, the one behind it in the lane never begins."""
     app.command(name="charge")(world.held_after)
     task = asyncio.create_task(app.handle(batch(charge(1), charge(2, key="next"))))
@@ -137,8 +142,12 @@ async def test_a_caller_that_hangs_up_on_a_batch(app: App, ledger: Ledger, world
     assert world.effects == [5]
 
 
-async def test_a_caller_that_hangs_up_at_any_step_leaves_one_effect(app: App, ledger: Ledger, world: World) -> None:
-    """P5: cut at every turn of the event loop, then sent again; the retry need not wait for what the cut left behind."""
+async def test_caller_that_hangs_up_at_any_step_leaves_one_effect(
+    app: App, ledger: Ledger, world: World
+) -> None:
+    """P5: cut at every turn of the event loop, then sent again; the retry need not wait for the cut
+    run.
+    """
     app.command(name="charge", wait=1)(world.held_between)
     world.gate.set()
     for steps in range(25):
@@ -154,13 +163,14 @@ async def test_a_caller_that_hangs_up_at_any_step_leaves_one_effect(app: App, le
         assert await stands(ledger, structs.replace(ID, key=key)) is State.DONE
 
 
-# --- an app that stops -----------------------------------------------------------------------------------------------
+# --- an app that stops ----------------------------------------------------------------------------
 
 
-async def test_closing_an_app_finishes_commands_past_their_commit_point_and_releases_the_others(
+async def test_aclose_finishes_commands_past_their_commit_point_and_releases_the_others(
     new_app: NewApp, ledger: Ledger, world: World
 ) -> None:
-    app, other = new_app(), World()
+    app = new_app()
+    other = World()
     app.command(name="charge")(world.held_after)
     app.command(name="refund")(other.held_before)
     committed = asyncio.create_task(app.handle(charge()))
@@ -168,7 +178,11 @@ async def test_closing_an_app_finishes_commands_past_their_commit_point_and_rele
     await asyncio.gather(world.begun.wait(), other.begun.wait())
     closing = asyncio.create_task(app.aclose())
     refused = error(await uncommitted)
-    assert (refused["code"], refused["data"]["type"], refused["data"]["ran"]) == (50310, "ledger_unavailable", "no")
+    assert (refused["code"], refused["data"]["type"], refused["data"]["ran"]) == (
+        50310,
+        "ledger_unavailable",
+        "no",
+    )
     assert not closing.done()
     world.gate.set()
     assert result(await committed)["number"] == 1

@@ -1,4 +1,4 @@
-"""`key=` on a command: what becomes of a call without one, over JSON-RPC and MCP, in development and in production."""
+"""`key=` on a command: calls without one, over JSON-RPC and MCP, in development and in production."""
 
 import asyncio
 import warnings
@@ -26,7 +26,11 @@ async def refused(app: App) -> Any:
 
 
 def is_refusal(told: Any) -> bool:
-    return (told["code"], told["data"]["type"], told["data"]["ran"]) == (-32602, "idempotency_key_required", "no")
+    return (told["code"], told["data"]["type"], told["data"]["ran"]) == (
+        -32602,
+        "idempotency_key_required",
+        "no",
+    )
 
 
 async def lose(wire: Wire, app: App, world: World, params: Any) -> None:
@@ -40,13 +44,18 @@ async def lose(wire: Wire, app: App, world: World, params: Any) -> None:
         await ends.get()
 
 
-# --- auto -----------------------------------------------------------------------------------------------------------
+# --- auto -----------------------------------------------------------------------------------------
 
 
 @every_mode
 @in_memory
-async def test_auto_generates_a_key(mode: Mode, new_app: NewApp, world: World, ledger: Ledger) -> None:
-    """Over JSON-RPC and over MCP, declared so. It is an ordinary key: the handler and the ledger see it."""
+async def test_auto_generates_a_key(
+    mode: Mode, new_app: NewApp, world: World, ledger: Ledger
+) -> None:
+    """Over JSON-RPC and over MCP, declared so.
+
+    It is an ordinary key: the handler and the ledger see it.
+    """
     app = new_app(mode=mode)
     app.command(name="charge", key="auto")(world.charge)
     assert result(await app.handle(call("charge", PARAMS)))["number"] == 1
@@ -82,7 +91,9 @@ async def test_json_rpc_has_auto_in_development_and_required_in_production(world
     assert world.effects == [5]
 
 
-async def test_a_generated_key_has_all_that_a_key_has(app: App, world: World, ledger: Ledger) -> None:
+async def test_generated_key_does_everything_that_a_key_does(
+    app: App, world: World, ledger: Ledger
+) -> None:
     """A commit point, attempts, a key for other systems, a record."""
 
     @app.command(name="charge", key="auto", commit_point=True)
@@ -98,7 +109,7 @@ async def test_a_generated_key_has_all_that_a_key_has(app: App, world: World, le
 
 
 @transactional
-async def test_a_transaction_needs_no_key(app: App, effects: Effects) -> None:
+async def test_transaction_needs_no_key(app: App, effects: Effects) -> None:
     @app.command(name="charge", key="auto", on_crash="transactional")
     async def handler(cents: int, ctx: Context) -> int:
         return await effects.add(ctx, cents)
@@ -108,13 +119,13 @@ async def test_a_transaction_needs_no_key(app: App, effects: Effects) -> None:
     assert effects.all == [5]
 
 
-# --- required and ask -----------------------------------------------------------------------------------------------
+# --- required and ask -----------------------------------------------------------------------------
 
 
 @every_mode
 @in_memory
 @pytest.mark.parametrize("key", ["required", "ask"])
-async def test_a_call_without_a_key_is_refused(
+async def test_required_and_ask_refuse_a_call_without_a_key(
     mode: Mode, key: KeyRule, new_app: NewApp, world: World, ledger: Ledger
 ) -> None:
     app = new_app(mode=mode)
@@ -134,7 +145,9 @@ async def test_a_call_without_a_key_is_refused(
 
 @pytest.mark.parametrize("revision", REVISIONS)
 @pytest.mark.parametrize("key", ["required", "ask"])
-async def test_the_key_is_an_argument_that_a_model_fills_in(revision: str, key: KeyRule, world: World) -> None:
+async def test_ask_makes_the_key_an_argument_that_a_model_fills_in(
+    revision: str, key: KeyRule, world: World
+) -> None:
     app = make_app()
     app.command(name="charge", key=key)(world.charge)
     async with over_http(app, revision) as client:
@@ -147,13 +160,13 @@ async def test_the_key_is_an_argument_that_a_model_fills_in(revision: str, key: 
         assert word in described["description"], described
 
 
-# --- off ------------------------------------------------------------------------------------------------------------
+# --- off ------------------------------------------------------------------------------------------
 
 
 async def test_off_runs_without_a_record(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ledger is not even opened."""
 
-    async def refuse(url: str) -> Any:
+    async def refuse(url: str, tables: str) -> Any:
         raise AssertionError("the ledger was opened")
 
     monkeypatch.setattr("wirecall.app.open_ledger", refuse)
@@ -181,7 +194,7 @@ async def test_off_recognises_nothing(new_app: NewApp, wires: Wires, world: Worl
 
 
 @in_memory
-async def test_off_takes_a_key_that_is_there(new_app: NewApp, world: World) -> None:
+async def test_off_accepts_a_key(new_app: NewApp, world: World) -> None:
     app = new_app()
     app.command(name="charge", key="off")(world.charge)
     for _ in range(2):
@@ -197,7 +210,7 @@ async def test_optional_is_the_old_name_of_off(world: World) -> None:
     assert [context.idempotency_key for context in world.seen] == [None]
 
 
-def test_the_other_names_do_not_warn(world: World) -> None:
+def test_key_options_with_current_names_do_not_warn(world: World) -> None:
     names: list[KeyRule] = ["auto", "required", "ask", "off"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -205,18 +218,24 @@ def test_the_other_names_do_not_warn(world: World) -> None:
             make_app().command(name="charge", key=key)(world.charge)
 
 
-def test_a_transaction_cannot_be_off(world: World) -> None:
+def test_off_is_refused_for_a_transaction(world: World) -> None:
     with pytest.raises(UsageError, match='key="off"'):
-        make_app(ledger="sqlite:").command(name="charge", key="off", on_crash="transactional")(world.charge)
+        make_app(ledger="sqlite:").command(name="charge", key="off", on_crash="transactional")(
+            world.charge
+        )
 
 
-# --- an explicit key ------------------------------------------------------------------------------------------------
+# --- an explicit key ------------------------------------------------------------------------------
 
 
 @in_memory
 @pytest.mark.parametrize("key", ["auto", None])
-async def test_a_key_of_the_client_wins(key: KeyRule | None, new_app: NewApp, wires: Wires, world: World) -> None:
-    """It switches recognition off for that call: neither is it taken for a lost one, nor another call for it."""
+async def test_key_of_the_client_wins(
+    key: KeyRule | None, new_app: NewApp, wires: Wires, world: World
+) -> None:
+    """It switches recognition off: the call does not match a lost one, and no other call matches
+    it.
+    """
     app = new_app(authenticate=authenticate)
     app.command(name="charge", key=key)(world.held_after)
     wire = await wires("/rpc", app)
@@ -232,7 +251,7 @@ async def test_a_key_of_the_client_wins(key: KeyRule | None, new_app: NewApp, wi
 
 
 @in_memory
-async def test_our_own_client_sends_keys(new_app: NewApp, world: World, ledger: Ledger) -> None:
+async def test_client_of_wirecall_sends_keys(new_app: NewApp, world: World, ledger: Ledger) -> None:
     app = new_app()
     app.command(name="charge")(world.charge)
     async with connect(app) as client:

@@ -1,4 +1,6 @@
-"""The meaning of a key (P5, P10), calls that need none, and other params under the same key; every ledger."""
+"""The meaning of a key (P5, P10), calls that need none, and other params under the same key; every
+ledger.
+"""
 
 import asyncio
 from typing import Any
@@ -12,17 +14,17 @@ from tests.servers import Store
 from wirecall import App
 from wirecall.ledger.base import Ledger, State
 
-# --- a command is its caller, its method and its key -----------------------------------------------------------------
+# --- a command is its caller, its method and its key ----------------------------------------------
 
 
-async def test_one_id_with_two_keys_is_two_commands(app: App, world: World) -> None:
+async def test_keys_and_not_ids_identify_a_command(app: App, world: World) -> None:
     """P10: an id is never the key."""
     app.command(world.charge)
     assert result(await app.handle(charge(1, key="a")))["number"] == 1
     assert result(await app.handle(charge(1, key="b")))["number"] == 2
 
 
-async def test_a_key_belongs_to_its_method(app: App, world: World) -> None:
+async def test_key_belongs_to_its_method(app: App, world: World) -> None:
     """P5: the pair is (method, key)."""
     app.command(world.charge)
     app.command(name="refund")(world.charge)
@@ -30,25 +32,35 @@ async def test_a_key_belongs_to_its_method(app: App, world: World) -> None:
     assert result(await app.handle(call("refund", PARAMS, key="k")))["number"] == 2
 
 
-async def test_callers_have_keys_of_their_own(app: App, world: World) -> None:
-    """P5: within the caller's identity; whose params differ from another's is in no conflict with them."""
+async def test_keys_of_different_callers_are_separate(app: App, world: World) -> None:
+    """P5: within the caller's identity; different params of another caller are not a conflict."""
     app.command(world.charge)
     for number, caller in enumerate(("", "alice", "bob", "alice/charge"), 1):
         replayed: list[Any] = []
         mine = charge(number, cents=number)
-        assert result(await app.handle(mine, caller=caller, replayed=replayed)) == {"charged": number, "number": number}
-        assert result(await app.handle(mine, caller=caller, replayed=replayed)) == {"charged": number, "number": number}
+        assert result(await app.handle(mine, caller=caller, replayed=replayed)) == {
+            "charged": number,
+            "number": number,
+        }
+        assert result(await app.handle(mine, caller=caller, replayed=replayed)) == {
+            "charged": number,
+            "number": number,
+        }
         assert replayed == [number]
     assert world.effects == [1, 2, 3, 4]
 
 
-# --- no record -------------------------------------------------------------------------------------------------------
+# --- no record ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("params", "code"), [({"cents": "five"}, -32602), ({}, -32602), ({"cents": 5, "other": 1}, -32602)], ids=repr
+    ("params", "code"),
+    [({"cents": "five"}, -32602), ({}, -32602), ({"cents": 5, "other": 1}, -32602)],
+    ids=repr,
 )
-async def test_params_that_do_not_fit_take_no_claim(params: Any, code: int, app: App, ledger: Ledger, world: World) -> None:
+async def test_params_that_do_not_fit_take_no_claim(
+    params: Any, code: int, app: App, ledger: Ledger, world: World
+) -> None:
     app.command(world.charge)
     assert error(await app.handle(call("charge", params, key="k")))["code"] == code
     assert await ledger.get(ID) is None
@@ -56,18 +68,20 @@ async def test_params_that_do_not_fit_take_no_claim(params: Any, code: int, app:
 
 
 @pytest.mark.parametrize("key", ["auto", "off"])
-async def test_a_command_without_a_key_has_a_record_unless_it_is_declared_off(
+async def test_command_without_a_key_has_a_record_unless_it_is_declared_off(
     key: Any, app: App, ledger: Ledger, world: World
 ) -> None:
-    """Each call is a new one: its caller is not known, or has got its answer."""
+    """Each call is a new one: the server does not know its caller, or the caller has its answer."""
     app.command(key=key)(world.charge)
     for number in (1, 2):
         assert result(await app.handle(call("charge", PARAMS)))["number"] == number
     assert len(await ledger.list()) == (2 if key == "auto" else 0)
 
 
-async def test_queries_never_touch_the_ledger(store: Store, monkeypatch: pytest.MonkeyPatch, world: World) -> None:
-    async def refuse(url: str) -> Any:
+async def test_queries_never_touch_the_ledger(
+    store: Store, monkeypatch: pytest.MonkeyPatch, world: World
+) -> None:
+    async def refuse(url: str, tables: str) -> Any:
         raise AssertionError("the ledger was opened")
 
     monkeypatch.setattr("wirecall.app.open_ledger", refuse)
@@ -75,12 +89,15 @@ async def test_queries_never_touch_the_ledger(store: Store, monkeypatch: pytest.
     app.query(name="look")(lambda n: n)
     app.command(world.charge)
     assert result(await app.handle(call("look", [1]))) == 1
-    assert [each["result"] for each in read(await app.handle(batch(call("look", [1]), call("look", [2]))))] == [1, 2]
+    assert [
+        each["result"]
+        for each in read(await app.handle(batch(call("look", [1]), call("look", [2]))))
+    ] == [1, 2]
     assert error(await app.handle(call("charge", {"cents": "x"}, key="k")))["code"] == -32602
     await app.aclose()
 
 
-# --- conflict --------------------------------------------------------------------------------------------------------
+# --- conflict -------------------------------------------------------------------------------------
 
 
 async def test_other_params_under_the_same_key_are_refused(new_app: NewApp, world: World) -> None:
@@ -141,8 +158,8 @@ async def test_other_params_are_a_conflict_while_the_first_runs(app: App, world:
     assert result(await first)["number"] == 1
 
 
-async def test_wrong_params_do_not_stand_in_the_way_of_right_ones(app: App, world: World) -> None:
-    """Both arrive together, the wrong ones first; the record says which are right."""
+async def test_wrong_params_do_not_block_right_ones(app: App, world: World) -> None:
+    """Both arrive together, the wrong ones first; the record decides which are right."""
     app.command(world.charge)
     await app.handle(charge())
     wrong, right = await asyncio.gather(app.handle(charge(1, cents=6)), app.handle(charge(2)))

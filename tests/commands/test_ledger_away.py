@@ -1,4 +1,6 @@
-"""The ledger is away: before the effect the command is refused, after it the caller loses nothing (P5, P9); every ledger."""
+"""The ledger is away: before the effect the command is refused, after it the caller loses nothing
+(P5, P9); every ledger.
+"""
 
 import asyncio
 from typing import Any
@@ -17,10 +19,10 @@ with_server = pytest.mark.parametrize("store", ["redis", "postgres"], indirect=T
 UNAVAILABLE = {"type": "ledger_unavailable", "ran": "no"}
 
 
-async def test_a_claim_whose_answer_was_lost_runs_nothing_and_is_taken_back(
+async def test_claim_with_a_lost_answer_runs_nothing_and_is_released(
     app: App, ledger: Ledger, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An honest retry is not condemned to "unknown"."""
+    """An honest retry does not end in "unknown"."""
     app.command(world.charge)
     await lose_claim(app, monkeypatch)
     refused = error(await app.handle(charge()))
@@ -29,10 +31,12 @@ async def test_a_claim_whose_answer_was_lost_runs_nothing_and_is_taken_back(
     assert result(await app.handle(charge()))["number"] == 1
 
 
-async def test_an_outcome_that_cannot_be_recorded_is_answered_and_recorded_later(
+async def test_outcome_that_cannot_be_recorded_is_answered_and_recorded_later(
     app: App, ledger: Ledger, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """P5: the ledger is lost after the effect; the caller gets the true outcome, and so does the retry."""
+    """P5: the ledger is lost after the effect; the caller gets the true outcome, and so does the
+    retry.
+    """
     app.command(world.charge)
     failures = lose_completions(monkeypatch, await app.ledger(), times=2)
     assert result(await app.handle(charge(1)))["number"] == 1
@@ -44,7 +48,9 @@ async def test_an_outcome_that_cannot_be_recorded_is_answered_and_recorded_later
     assert world.effects == [5]
 
 
-async def test_an_error_that_cannot_be_recorded_says_so(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_error_that_cannot_be_recorded_says_so(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The true outcome with `recorded: false`."""
 
     @app.command(name="charge")
@@ -56,7 +62,7 @@ async def test_an_error_that_cannot_be_recorded_says_so(app: App, monkeypatch: p
     assert error(await app.handle(charge(2)))["data"] == {"balance": 3, "replayed": True}
 
 
-async def test_a_commit_point_that_cannot_be_written_stops_the_handler(
+async def test_commit_point_that_cannot_be_written_stops_the_handler(
     app: App, ledger: Ledger, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app.command(name="charge")(world.held_between)
@@ -73,11 +79,12 @@ async def test_a_commit_point_that_cannot_be_written_stops_the_handler(
 
 
 @with_server
-async def test_a_ledger_that_cannot_be_reached_refuses_commands_and_no_queries(
+async def test_ledger_that_is_unreachable_refuses_commands_but_not_queries(
     store: Store, new_app: NewApp, world: World, request: pytest.FixtureRequest
 ) -> None:
     server: Server = request.getfixturevalue(f"{store.kind}_server")
-    opened, fresh = new_app(), new_app()
+    opened = new_app()
+    fresh = new_app()
     for app in (opened, fresh):
         app.command(world.charge)
         app.query(name="look")(lambda: len(world.effects))
@@ -99,10 +106,12 @@ async def test_a_ledger_that_cannot_be_reached_refuses_commands_and_no_queries(
 
 
 @with_server
-async def test_a_server_that_dies_after_the_effect_costs_the_caller_nothing(
+async def test_ledger_server_that_dies_after_the_effect_costs_the_caller_nothing(
     store: Store, app: App, ledger: Ledger, world: World, request: pytest.FixtureRequest
 ) -> None:
-    """P5, P9: the true outcome is answered; when the server is back, it is recorded, and a retry gets it."""
+    """P5, P9: the true outcome is answered; when the server is back, it is recorded, and a retry
+    gets it.
+    """
     server: Server = request.getfixturevalue(f"{store.kind}_server")
     app.command(name="charge")(world.held_after)
     first = asyncio.create_task(app.handle(charge(1)))

@@ -1,7 +1,8 @@
-"""How an answer to a call without a key is lost: on every way to an app, alone and in arrays (rules 1, 2, 5 and 6).
+"""How an answer to a call without a key is lost: each transport, alone and in arrays (rules 1, 2,
+5, 6).
 
-A way is in memory, /rpc, a revision of MCP over HTTP, or lines on a pipe. The ledger is in memory; what the others do is in
-test_recognised.
+A transport is memory, /rpc, a revision of MCP over HTTP, or lines on a pipe. The ledger is in
+memory; test_recognised covers the other ledgers.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from tests.commands.wires import (
     WAYS,
     McpWire,
     PipeWire,
+    RpcWire,
     Told,
     Wire,
     Wires,
@@ -28,14 +30,15 @@ from tests.commands.wires import (
 )
 from tests.mcp.asgi import LEGACY, PATIENCE, R2, R3, R4, R5, over_http
 from wirecall import App, Context
-from wirecall.commands import delivery
+from wirecall.commands import receipts
 from wirecall.errors import KeyInProgress
 from wirecall.ledger.base import Ledger, State
 
 pytestmark = pytest.mark.parametrize("store", ["memory"], indirect=True)
 
 every_way = pytest.mark.parametrize("way", WAYS)
-ARRAYS = ("memory", "/rpc", R2, "pipe", f"pipe {R2}")  # 2025-03-26 is the one revision that has arrays
+# 2025-03-26 is the one revision that has arrays.
+ARRAYS = ("memory", "/rpc", R2, "pipe", f"pipe {R2}")
 
 HANGING_UP = ("memory", R5)  # there, a caller that leaves has cancelled its call
 CANCELLING = (*LEGACY, *PIPES[1:])  # there, it says so with notifications/cancelled
@@ -55,12 +58,14 @@ async def next_of(heard: "asyncio.Queue[Any]") -> Any:
 
 
 async def lose(wire: Wire, app: App, world: World, message: Any = None) -> None:
-    """Leave while the handler is past its commit point, let it end, and return when the ledger knows of the loss."""
+    """Leave while the handler is past its commit point, let it end, and wait for the mark in the
+    ledger.
+    """
     marks = await watch(app, "deliver")
     sent = wire.send("charge", PARAMS) if message is None else wire.post(message)
     await soon(world.begun)
     await sent.leave()
-    if isinstance(wire, PipeWire):  # a loss is found when the answer is written
+    if isinstance(wire, PipeWire):  # the server finds a loss when it writes the answer
         world.gate.set()
     await next_of(marks)
     world.gate.set()
@@ -69,16 +74,21 @@ async def lose(wire: Wire, app: App, world: World, message: Any = None) -> None:
 
 
 def is_replay(told: Told, way: str) -> bool:
-    """MCP says that it is a recognised call. HTTP says in a header that it is a replay; plain lines have no place for it."""
+    """MCP marks a recognised call.
+
+    HTTP marks a replay in a header; plain lines have no place for a mark.
+    """
     is_mcp = way not in ("memory", "/rpc", "pipe")
     return told == Told(FIRST, is_replayed=way != "pipe", is_recognised=is_mcp)
 
 
-# --- on every way ---------------------------------------------------------------------------------------------------
+# --- on every transport ---------------------------------------------------------------------------
 
 
 @every_way
-async def test_a_lost_call_is_recognised(way: str, new_app: NewApp, wires: Wires, world: World) -> None:
+async def test_lost_call_is_recognised(
+    way: str, new_app: NewApp, wires: Wires, world: World
+) -> None:
     app = new_app(**known(way))
     app.command(name="charge")(world.held_after)
     wire = await wires(way, app)
@@ -89,7 +99,9 @@ async def test_a_lost_call_is_recognised(way: str, new_app: NewApp, wires: Wires
 
 
 @every_way
-async def test_a_call_that_is_answered_is_not_repeated(way: str, new_app: NewApp, wires: Wires, world: World) -> None:
+async def test_call_that_is_answered_is_not_repeated(
+    way: str, new_app: NewApp, wires: Wires, world: World
+) -> None:
     app = new_app(**known(way))
     app.command(name="charge")(world.charge)
     wire = await wires(way, app)
@@ -102,11 +114,12 @@ async def test_a_call_that_is_answered_is_not_repeated(way: str, new_app: NewApp
 async def test_delivery_is_a_fact_of_the_record(
     way: str, new_app: NewApp, wires: Wires, world: World, ledger: Ledger
 ) -> None:
-    """Pending while the answer is on its way, then undelivered or written."""
+    """Pending until the server has sent the answer, then undelivered or written."""
     app = new_app(**known(way))
     app.command(name="charge")(world.held_after)
     wire = await wires(way, app)
-    marks, sent = await watch(app, "deliver"), wire.send("charge", PARAMS)
+    marks = await watch(app, "deliver")
+    sent = wire.send("charge", PARAMS)
     await soon(world.begun)
     assert [record.delivery for record in await ledger.list()] == ["pending"]
     world.gate.set()
@@ -117,11 +130,14 @@ async def test_delivery_is_a_fact_of_the_record(
     world.gate.clear()
     world.begun.clear()
     await lose(wire, app, world)
-    assert sorted(str(record.delivery) for record in await ledger.list()) == ["undelivered", "written"]
+    assert sorted(str(record.delivery) for record in await ledger.list()) == [
+        "undelivered",
+        "written",
+    ]
 
 
 @every_way
-async def test_a_call_whose_function_cannot_wait_is_answered_at_once(
+async def test_sync_handler_is_answered_at_once(
     way: str, new_app: NewApp, wires: Wires, world: World, ledger: Ledger
 ) -> None:
     app = new_app(**known(way))
@@ -135,20 +151,21 @@ async def test_a_call_whose_function_cannot_wait_is_answered_at_once(
 
 @every_way
 @pytest.mark.parametrize("is_cancelled", [False, True])
-async def test_a_repetition_may_come_before_the_server_notices_the_loss(
+async def test_repetition_may_come_before_the_server_notices_the_loss(
     way: str, is_cancelled: bool, new_app: NewApp, wires: Wires, world: World
 ) -> None:
-    """In the same moment: the caller leaves or cancels, and calls again."""
+    """At the same moment: the caller leaves or cancels, and calls again."""
     app = new_app(**known(way))
     app.command(name="charge")(world.held_after)
     wire = await wires(way, app)
-    marks, lost = await watch(app, "deliver"), wire.send("charge", PARAMS, id=7)
+    marks = await watch(app, "deliver")
+    lost = wire.send("charge", PARAMS, id=7)
     await soon(world.begun)
     if is_cancelled and way in CANCELLING:
         await wire.cancel(7)
     else:
         await lost.leave()
-        if isinstance(wire, PipeWire):  # a loss is found when the answer is written
+        if isinstance(wire, PipeWire):  # the server finds a loss when it writes the answer
             world.gate.set()
             await wire.open()
     again = wire.send("charge", PARAMS)
@@ -159,7 +176,7 @@ async def test_a_repetition_may_come_before_the_server_notices_the_loss(
 
 
 @every_way
-async def test_an_equal_call_of_a_caller_that_waits_is_a_call_of_its_own(
+async def test_equal_call_of_a_caller_that_waits_is_a_new_call(
     way: str, new_app: NewApp, wires: Wires, world: World
 ) -> None:
     """Two coffees at once are two coffees."""
@@ -176,14 +193,14 @@ async def test_an_equal_call_of_a_caller_that_waits_is_a_call_of_its_own(
     assert world.effects == [5, 5]
 
 
-# --- in the middle of an answer ---------------------------------------------------------------------------------------
+# --- in the middle of an answer -------------------------------------------------------------------
 
 LONG = {"text": "x" * (4 << 20)}  # more than one piece, and more than a pipe holds
 
 
 @pytest.mark.parametrize("way", [*HTTP, *PIPES])
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_a_caller_that_leaves_in_the_middle_of_its_answer_has_lost_it(
+async def test_answer_is_lost_if_the_caller_leaves_in_the_middle_of_it(
     way: str, is_stream: bool, new_app: NewApp, wires: Wires, world: World, ledger: Ledger
 ) -> None:
     """Plain, and as the last event of a stream."""
@@ -196,7 +213,8 @@ async def test_a_caller_that_leaves_in_the_middle_of_its_answer_has_lost_it(
         return LONG
 
     wire = await wires(way, app)
-    marks, ends = await watch(app, "deliver"), await watch(app, "complete")
+    marks = await watch(app, "deliver")
+    ends = await watch(app, "complete")
     message = wire.message("render", {}, 99)
     if is_stream:
         message["params"].setdefault("_meta", {})["progressToken"] = "p"
@@ -217,7 +235,7 @@ async def test_a_caller_that_leaves_in_the_middle_of_its_answer_has_lost_it(
 
 
 @pytest.mark.parametrize("way", [R2, R3, R4])
-async def test_a_stream_that_is_resumed_delivers_what_was_lost(
+async def test_resumed_stream_delivers_the_lost_answer(
     way: str, new_app: NewApp, wires: Wires, world: World, ledger: Ledger
 ) -> None:
     app = new_app()
@@ -233,7 +251,8 @@ async def test_a_stream_that_is_resumed_delivers_what_was_lost(
     message = wire.message("charge", PARAMS, 99)
     message["params"]["_meta"] = {"progressToken": "p"}
     exchange = await wire.client.post(message).started()
-    events = [await exchange.event() for _ in range(2 if way == R4 else 1)]  # 2025-11-25 begins with an empty one
+    # 2025-11-25 begins with an empty one.
+    events = [await exchange.event() for _ in range(2 if way == R4 else 1)]
     await soon(world.begun)
     exchange.leave()
     await next_of(marks)
@@ -248,11 +267,51 @@ async def test_a_stream_that_is_resumed_delivers_what_was_lost(
     assert await wire.call("charge", PARAMS) == Told(SECOND)
 
 
-# --- whose call it is -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("way", [R2, R3, R4])
+@pytest.mark.parametrize("hangs_up", [False, True])
+async def test_resumed_stream_is_read_so_the_next_call_is_new(
+    way: str, hangs_up: bool, new_app: NewApp, wires: Wires, world: World, ledger: Ledger
+) -> None:
+    """The caller has read the answer: it may end the stream, or not, and orders again at once."""
+    app = new_app()
+
+    @app.command(name="charge")
+    async def handler(cents: int, ctx: Context) -> Any:
+        await ctx.progress(1)
+        return await world.held_after(cents, ctx)
+
+    wire = await wires(way, app)
+    assert isinstance(wire, McpWire)
+    marks = await watch(app, "deliver")
+    for number in range(1, 31):
+        world.begun.clear()
+        world.gate.clear()
+        message = wire.message("charge", PARAMS, 1000 + number)
+        message["params"]["_meta"] = {"progressToken": number}
+        exchange = await wire.client.post(message).started()
+        # 2025-11-25 begins with an empty one.
+        events = [await exchange.event() for _ in range(2 if way == R4 else 1)]
+        assert events[-1] is not None, f"call {number} is a replay"
+        await soon(world.begun)
+        exchange.leave()
+        while not any(record.delivery == "undelivered" for record in await ledger.list()):
+            await next_of(marks)
+        resumed = await wire.client.listen(events[-1].id).started()
+        world.gate.set()
+        answer = await resumed.event()
+        assert answer is not None and answer.data is not None
+        assert (
+            json.loads(json.loads(answer.data)["result"]["content"][0]["text"])["number"] == number
+        )
+        if hangs_up:
+            resumed.leave()
+
+
+# --- whose call it is -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", STATELESS)
-async def test_an_anonymous_call_of_stateless_http_is_never_matched(
+async def test_anonymous_call_of_stateless_http_is_never_matched(
     way: str, new_app: NewApp, wires: Wires, world: World, ledger: Ledger
 ) -> None:
     """It has a record, but two people may send the same call."""
@@ -264,7 +323,7 @@ async def test_an_anonymous_call_of_stateless_http_is_never_matched(
     assert await wire.call("charge", PARAMS) == Told(SECOND)
 
 
-async def test_a_call_without_a_session_is_never_matched(new_app: NewApp, world: World) -> None:
+async def test_call_without_a_session_is_never_matched(new_app: NewApp, world: World) -> None:
     """Older revisions serve a request that names no session."""
     app = new_app()
     app.command(name="charge")(world.held_after)
@@ -281,7 +340,9 @@ async def test_a_call_without_a_session_is_never_matched(new_app: NewApp, world:
 
 
 @pytest.mark.parametrize("way", STATELESS)
-async def test_with_a_single_user_anonymous_calls_are_matched(way: str, new_app: NewApp, wires: Wires, world: World) -> None:
+async def test_anonymous_calls_of_a_single_user_are_matched(
+    way: str, new_app: NewApp, wires: Wires, world: World
+) -> None:
     app = new_app(single_user=True)
     app.command(name="charge")(world.held_after)
     wire = await wires(way, app, "")
@@ -289,27 +350,103 @@ async def test_with_a_single_user_anonymous_calls_are_matched(way: str, new_app:
     assert is_replay(await wire.call("charge", PARAMS), way)
 
 
-@pytest.mark.parametrize("way", LEGACY)
-async def test_a_session_is_one_caller(way: str, new_app: NewApp, wires: Wires, world: World) -> None:
+@pytest.mark.parametrize(
+    ("server", "client", "mode", "is_one_user"),
+    [
+        (("127.0.0.1", 80), ("127.0.0.1", 5), "development", True),
+        (("127.0.0.1", "80"), ("127.0.0.3", "5"), "development", True),
+        (("::1", 80), ("::1", 5), "development", True),
+        (("::ffff:127.0.0.1", 80), ("::ffff:127.0.0.1", 5), "development", True),
+        (("127.0.0.1", 80), ("127.0.0.1", 5), "production", False),
+        (("192.0.2.1", 80), ("192.0.2.1", 5), "development", False),
+        (("127.0.0.1", 80), ("192.0.2.7", 5), "development", False),
+        # A name, so not the address of a connection.
+        (("localhost", 80), ("127.0.0.1", 5), "development", False),
+        (("/run/shop.sock", None), None, "development", False),
+        (None, None, "development", False),
+    ],
+)
+async def test_policy_takes_callers_on_the_loopback_for_one_user_under_any_server(
+    server: Any,
+    client: Any,
+    mode: str,
+    is_one_user: bool,
+    new_app: NewApp,
+    wires: Wires,
+    world: World,
+) -> None:
+    """A server that we did not start names the two addresses of a connection in each request."""
+    app = new_app(mode=mode)
+    app.command(name="charge", key="auto")(world.held_after)
+    wire = await wires("/rpc", app, "")
+    assert isinstance(wire, RpcWire)
+    inner = wire.asgi
+
+    async def asgi(scope: Any, receive: Any, send: Any) -> None:
+        await inner({**scope, "server": server, "client": client}, receive, send)
+
+    wire.asgi = asgi
+    await lose(wire, app, world)
+    assert (await wire.call("charge", PARAMS)).is_replayed is is_one_user
+
+
+async def test_strangers_are_logged_once_for_each_lost_answer(
+    new_app: NewApp, wires: Wires, world: World, caplog: pytest.LogCaptureFixture
+) -> None:
     app = new_app()
     app.command(name="charge")(world.held_after)
-    one, other = await wires(way, app, ""), await wires(way, app, "")
+    wire = await wires(R5, app, "")
+    await lose(wire, app, world)
+    assert await wire.call("charge", {"cents": 6}) == Told({"charged": 6, "number": 2})
+    assert caplog.messages == []
+    for _ in range(2):
+        await wire.call("charge", PARAMS)
+    (logged,) = caplog.messages
+    assert logged.startswith("charge: not recognised: anonymous caller")
+
+
+async def test_strangers_are_not_logged_after_a_call_that_did_nothing(
+    new_app: NewApp, wires: Wires, world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At 2026-07-28 a caller that leaves before the commit point has cancelled its call."""
+    app = new_app()
+    app.command(name="charge")(world.held_before)
+    wire = await wires(R5, app, "")
+    releases = await watch(app, "release")
+    lost = wire.send("charge", PARAMS)
+    await soon(world.begun)
+    await lost.leave()
+    await next_of(releases)
+    world.gate.set()
+    assert await wire.call("charge", PARAMS) == Told(FIRST)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("way", LEGACY)
+async def test_session_is_one_caller(way: str, new_app: NewApp, wires: Wires, world: World) -> None:
+    app = new_app()
+    app.command(name="charge")(world.held_after)
+    one = await wires(way, app, "")
+    other = await wires(way, app, "")
     await lose(one, app, world)
     assert await other.call("charge", PARAMS) == Told(SECOND)
     assert is_replay(await one.call("charge", PARAMS), way)
 
 
 @pytest.mark.parametrize("way", LEGACY)
-async def test_the_single_user_may_open_another_session(way: str, new_app: NewApp, wires: Wires, world: World) -> None:
+async def test_single_user_may_open_another_session(
+    way: str, new_app: NewApp, wires: Wires, world: World
+) -> None:
     app = new_app(single_user=True)
     app.command(name="charge")(world.held_after)
-    one, other = await wires(way, app, ""), await wires(way, app, "")
+    one = await wires(way, app, "")
+    other = await wires(way, app, "")
     await lose(one, app, world)
     assert is_replay(await other.call("charge", PARAMS), way)
 
 
 @pytest.mark.parametrize("way", HTTP)
-async def test_an_authenticated_caller_is_one_wherever_it_calls_from(
+async def test_authenticated_caller_is_one_wherever_it_calls_from(
     way: str, new_app: NewApp, wires: Wires, world: World
 ) -> None:
     """In another session too. Another caller is another, whatever it sends."""
@@ -321,7 +458,7 @@ async def test_an_authenticated_caller_is_one_wherever_it_calls_from(
 
 
 @pytest.mark.parametrize("first", HTTP[1:])
-async def test_a_caller_may_repeat_a_tool_call_at_another_revision(
+async def test_caller_may_repeat_a_tool_call_at_another_revision(
     first: str, new_app: NewApp, wires: Wires, world: World
 ) -> None:
     app = new_app(authenticate=authenticate)
@@ -330,7 +467,7 @@ async def test_a_caller_may_repeat_a_tool_call_at_another_revision(
     assert is_replay(await (await wires(R5, app)).call("charge", PARAMS), R5)
 
 
-# --- cancelled ------------------------------------------------------------------------------------------------------
+# --- cancelled ------------------------------------------------------------------------------------
 
 
 async def cancelled(wire: Wire, app: App, way: str, world: World) -> None:
@@ -340,7 +477,7 @@ async def cancelled(wire: Wire, app: App, way: str, world: World) -> None:
 
 
 @pytest.mark.parametrize("way", [*HANGING_UP, *CANCELLING])
-async def test_a_call_that_is_cancelled_before_its_commit_point_is_released(
+async def test_cancelled_call_before_its_commit_point_is_released(
     way: str, new_app: NewApp, wires: Wires, world: World, ledger: Ledger
 ) -> None:
     app = new_app(**known(way))
@@ -355,13 +492,14 @@ async def test_a_call_that_is_cancelled_before_its_commit_point_is_released(
 
 
 @pytest.mark.parametrize("way", [*HANGING_UP, *CANCELLING])
-async def test_a_call_that_is_cancelled_after_its_commit_point_finishes_and_is_undelivered(
+async def test_cancelled_call_after_its_commit_point_finishes_and_is_undelivered(
     way: str, new_app: NewApp, wires: Wires, world: World, ledger: Ledger
 ) -> None:
     app = new_app(**known(way))
     app.command(name="charge", commit_point=True)(world.held_between)
     wire = await wires(way, app)
-    marks, ends = await watch(app, "deliver"), await watch(app, "complete")
+    marks = await watch(app, "deliver")
+    ends = await watch(app, "complete")
     await cancelled(wire, app, way, world)
     await next_of(marks)
     world.gate.set()
@@ -373,7 +511,7 @@ async def test_a_call_that_is_cancelled_after_its_commit_point_finishes_and_is_u
 
 
 @every_way
-async def test_a_caller_whose_time_is_over_has_not_got_the_outcome(
+async def test_timeout_error_does_not_deliver_the_outcome(
     way: str, new_app: NewApp, wires: Wires, world: World, clock: LoopClock
 ) -> None:
     app = new_app(**known(way))
@@ -391,16 +529,21 @@ async def test_a_caller_whose_time_is_over_has_not_got_the_outcome(
     assert world.effects == [5]
 
 
-# --- arrays ---------------------------------------------------------------------------------------------------------
+# --- arrays ---------------------------------------------------------------------------------------
 
 
 def array(wire: Wire, *methods: str) -> list[Any]:
-    return [wire.message(method, {"cents": 5 + place}, next(wire.ids)) for place, method in enumerate(methods)]
+    return [
+        wire.message(method, {"cents": 5 + place}, next(wire.ids))
+        for place, method in enumerate(methods)
+    ]
 
 
 @pytest.mark.parametrize("way", ARRAYS)
-async def test_each_entry_of_a_lost_array_is_recognised(way: str, new_app: NewApp, wires: Wires, world: World) -> None:
-    """The second entry begins when the caller has left."""
+async def test_array_that_is_lost_has_each_entry_recognised(
+    way: str, new_app: NewApp, wires: Wires, world: World
+) -> None:
+    """The second entry begins after the caller has left."""
     app = new_app(**known(way))
     app.command(name="charge")(world.held_after)
     wire = await wires(way, app)
@@ -409,15 +552,19 @@ async def test_each_entry_of_a_lost_array_is_recognised(way: str, new_app: NewAp
     for _ in range(1 if way == "memory" else 3):
         await next_of(ends)
     told = await wire.post(array(wire, "charge", "charge", "charge")).told()
-    assert [each.value for each in told] == [{"charged": 4 + number, "number": number} for number in (1, 2, 3)]
+    assert [each.value for each in told] == [
+        {"charged": 4 + number, "number": number} for number in (1, 2, 3)
+    ]
     if way != "pipe":
-        # `App.handle` that is cancelled begins no further entry.
+        # `App.handle` that is cancelled does not begin another entry.
         assert [each.is_replayed for each in told] == [True, way != "memory", way != "memory"]
     assert world.effects == [5, 6, 7]
 
 
 @pytest.mark.parametrize("way", ARRAYS)
-async def test_an_entry_of_a_lost_array_may_be_repeated_alone(way: str, new_app: NewApp, wires: Wires, world: World) -> None:
+async def test_array_entry_may_be_repeated_alone_after_a_loss(
+    way: str, new_app: NewApp, wires: Wires, world: World
+) -> None:
     app = new_app(**known(way))
     app.command(name="charge")(world.held_after)
     wire = await wires(way, app)
@@ -426,10 +573,10 @@ async def test_an_entry_of_a_lost_array_may_be_repeated_alone(way: str, new_app:
 
 
 @pytest.mark.parametrize("way", ARRAYS)
-async def test_an_answer_is_delivered_with_its_array(
+async def test_array_entry_is_delivered_with_its_array(
     way: str, new_app: NewApp, wires: Wires, world: World, ledger: Ledger
 ) -> None:
-    """The first entry is answered while the second runs; what becomes of the array becomes of both."""
+    """The first entry is answered while the second runs; the array is delivered with both."""
     app = new_app(**known(way))
     app.command(name="pay")(world.charge)
     app.command(name="charge")(world.held_after)
@@ -451,8 +598,11 @@ async def test_an_answer_is_delivered_with_its_array(
     assert world.effects == [5, 6, 5, 6]
 
 
-async def test_an_array_is_lost_with_its_pipe(new_app: NewApp, wires: Wires, world: World) -> None:
-    """The answer to another call finds that the peer is gone. So the array is cancelled, with an entry that is answered."""
+async def test_array_is_lost_with_its_pipe(new_app: NewApp, wires: Wires, world: World) -> None:
+    """The answer to another call finds that the peer is gone.
+
+    So the array is cancelled, answers included.
+    """
     app = new_app()
     app.command(name="pay")(world.charge)
     app.command(name="charge")(world.held_after)
@@ -475,7 +625,7 @@ async def test_an_array_is_lost_with_its_pipe(new_app: NewApp, wires: Wires, wor
 
 
 @pytest.mark.parametrize("way", ARRAYS)
-async def test_equal_entries_of_an_array_are_calls_of_their_own(
+async def test_array_entries_that_are_equal_are_separate_calls(
     way: str, new_app: NewApp, wires: Wires, world: World
 ) -> None:
     app = new_app(**known(way))
@@ -486,11 +636,11 @@ async def test_equal_entries_of_an_array_are_calls_of_their_own(
 
 
 @pytest.mark.parametrize("way", ARRAYS)
-async def test_entries_of_an_array_do_not_wait_for_each_other(
+async def test_array_entries_do_not_wait_for_each_other(
     way: str, new_app: NewApp, wires: Wires, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The caller of an entry is the caller of the others, so it has not left."""
-    monkeypatch.setattr(delivery, "NOTICED_AFTER", 3600.0)
+    """All entries have one caller, so it has not left."""
+    monkeypatch.setattr(receipts, "NOTICED_AFTER", 3600.0)
     app = new_app(**known(way))
     app.command(name="charge")(world.charge)
     wire = await wires(way, app)
@@ -499,7 +649,7 @@ async def test_entries_of_an_array_do_not_wait_for_each_other(
 
 
 @pytest.mark.parametrize("way", ["/rpc", *LEGACY])
-async def test_a_call_that_its_repetition_overtook_does_not_run(
+async def test_call_does_not_run_if_its_repetition_overtook_it(
     way: str,
     new_app: NewApp,
     wires: Wires,
@@ -507,8 +657,11 @@ async def test_a_call_that_its_repetition_overtook_does_not_run(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A new connection may be slower than an old one. There, a caller that leaves has not cancelled its call."""
-    monkeypatch.setattr(delivery, "NOTICED_AFTER", 3600.0)
+    """A new connection may be slower than an old one.
+
+    There, a caller that leaves has not cancelled its call.
+    """
+    monkeypatch.setattr(receipts, "NOTICED_AFTER", 3600.0)
     refused = asyncio.Event()
 
     class Refusals(logging.Handler):
@@ -519,7 +672,8 @@ async def test_a_call_that_its_repetition_overtook_does_not_run(
     app = new_app(**known(way))
     app.command(name="charge")(world.held_after)
     wire = await wires(way, app)
-    log, handler = logging.getLogger("wirecall"), Refusals()
+    log = logging.getLogger("wirecall")
+    handler = Refusals()
     caplog.set_level(logging.INFO, "wirecall")
     log.addHandler(handler)
     try:
@@ -532,4 +686,5 @@ async def test_a_call_that_its_repetition_overtook_does_not_run(
         log.removeHandler(handler)
     world.gate.set()
     assert (await repetition.told()).value == FIRST
-    assert (await wire.call("charge", PARAMS)).value == SECOND  # the repetition was delivered, so this is a new call
+    # The repetition was delivered, so this is a new call.
+    assert (await wire.call("charge", PARAMS)).value == SECOND

@@ -1,4 +1,6 @@
-"""Calls that do not claim, handlers that change their own call, and background sweeps; every ledger."""
+"""Calls that do not claim, handlers that change their own call, and background sweeps; every
+ledger.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -19,10 +21,10 @@ async def app(store: Store) -> AsyncIterator[App]:
         yield app
 
 
-# --- refused before anything runs: no record (P3, P4, P7) -------------------------------------------------------------
+# --- refused before anything runs: no record (P3, P4, P7) -----------------------------------------
 
 
-async def test_a_call_refused_before_it_runs_leaves_no_record(app: App, ledger: Ledger) -> None:
+async def test_call_refused_before_it_runs_leaves_no_record(app: App, ledger: Ledger) -> None:
     effects: list[int] = []
     app.command(name="put")(lambda n: effects.append(n))
 
@@ -47,8 +49,9 @@ async def test_a_call_refused_before_it_runs_leaves_no_record(app: App, ledger: 
     assert effects == []
 
 
-async def test_a_busy_app_takes_no_claim(app: App, ledger: Ledger) -> None:
-    begun, go = asyncio.Event(), asyncio.Event()
+async def test_busy_app_takes_no_claim(app: App, ledger: Ledger) -> None:
+    begun = asyncio.Event()
+    go = asyncio.Event()
 
     @app.command(execution="parallel")
     async def put(n: int) -> int:
@@ -56,21 +59,31 @@ async def test_a_busy_app_takes_no_claim(app: App, ledger: Ledger) -> None:
         await go.wait()
         return n
 
-    two = asyncio.create_task(app.handle(batch(call("put", {"n": 1}, 1, "a"), call("put", {"n": 2}, 2, "b"))))
+    two = asyncio.create_task(
+        app.handle(batch(call("put", {"n": 1}, 1, "a"), call("put", {"n": 2}, 2, "b")))
+    )
     await begun.wait()
     busy = error(await app.handle(call("put", {"n": 3}, key="c")))
-    assert (busy["code"], busy["data"]["ran"], busy["data"]["retry_after_ms"] > 0) == (42910, "no", True)
+    assert (busy["code"], busy["data"]["ran"], busy["data"]["retry_after_ms"] > 0) == (
+        42910,
+        "no",
+        True,
+    )
     assert await ledger.get(RecordId("", "put", "c")) is None
     go.set()
     assert [answer["result"] for answer in read(await two)] == [1, 2]
     assert result(await app.handle(call("put", {"n": 3}, key="c"))) == 3
 
 
-# --- the identity is fixed before the handler runs --------------------------------------------------------------------
+# --- the identity is fixed before the handler runs ------------------------------------------------
 
 
-async def test_a_handler_that_changes_its_params_and_its_context_changes_nothing_of_its_record(app: App) -> None:
-    """Others made the hash of what a handler had changed, and recorded its outcome under another key."""
+async def test_record_is_not_affected_by_a_handler_that_changes_its_params_and_context(
+    app: App,
+) -> None:
+    """Other libraries hash params that the handler has changed, and record its outcome under
+    another key.
+    """
     effects: list[int] = []
 
     @app.command
@@ -78,18 +91,26 @@ async def test_a_handler_that_changes_its_params_and_its_context_changes_nothing
         seen = (ctx.idempotency_key, ctx.attempt, ctx.caller)
         effects.append(1)
         items.append(len(effects))
-        ctx.caller, ctx.record, ctx.method = "eve", "other", "other"
+        ctx.caller = "eve"
+        ctx.record = "other"
+        ctx.method = "other"
         with pytest.raises(AttributeError):
             ctx.__setattr__("idempotency_key", "other")
         return [items, seen]
 
     for id in (1, 2):
-        assert result(await app.handle(call("put", {"items": [7]}, id, "k"), caller="ada")) == [[7, 1], ["k", 1, "ada"]]
-    assert error(await app.handle(call("put", {"items": [7, 1]}, key="k"), caller="ada"))["code"] == 42210
+        assert result(await app.handle(call("put", {"items": [7]}, id, "k"), caller="ada")) == [
+            [7, 1],
+            ["k", 1, "ada"],
+        ]
+    assert (
+        error(await app.handle(call("put", {"items": [7, 1]}, key="k"), caller="ada"))["code"]
+        == 42210
+    )
     assert effects == [1]
 
 
-# --- the sweep --------------------------------------------------------------------------------------------------------
+# --- the sweep ------------------------------------------------------------------------------------
 
 
 async def old_records(ledger: Ledger, store: Store, count: int) -> None:
@@ -99,15 +120,18 @@ async def old_records(ledger: Ledger, store: Store, count: int) -> None:
         store.age(record.id, 1001)
 
 
-async def test_an_app_sweeps_by_itself_in_small_batches_and_goes_on_after_trouble(
+async def test_sweep_runs_in_small_batches_and_continues_after_errors(
     app: App, ledger: Ledger, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("wirecall.commands.background.SWEEP_EVERY", 0.02)
     monkeypatch.setattr("wirecall.commands.background.SWEEP_BATCH", 3)
     await old_records(ledger, store, 10)
     own = await app.ledger()
-    sweep, limits, trouble = own.sweep, list[int](), [LedgerDown("away")]
-    left, is_clean = 10, asyncio.Event()
+    sweep = own.sweep
+    limits = list[int]()
+    trouble = [LedgerDown("away")]
+    left = 10
+    is_clean = asyncio.Event()
 
     async def watched(limit: int = 500) -> int:
         nonlocal left
@@ -122,7 +146,8 @@ async def test_an_app_sweeps_by_itself_in_small_batches_and_goes_on_after_troubl
 
     monkeypatch.setattr(own, "sweep", watched)
     app.command(name="put")(lambda: 1)
-    assert result(await app.handle(call("put", key="new"))) == 1  # the first command begins it
+    # The first command starts the sweep.
+    assert result(await app.handle(call("put", key="new"))) == 1
     async with asyncio.timeout(20):
         await is_clean.wait()
     assert set(limits) == {3}
@@ -130,7 +155,9 @@ async def test_an_app_sweeps_by_itself_in_small_batches_and_goes_on_after_troubl
     assert (counts[State.TOMBSTONE], counts[State.DONE]) == (10, 1)
 
 
-async def test_commands_go_on_while_the_ledger_is_swept(app: App, ledger: Ledger, store: Store) -> None:
+async def test_commands_run_while_the_ledger_is_swept(
+    app: App, ledger: Ledger, store: Store
+) -> None:
     effects: list[int] = []
     app.command(name="put")(lambda n: effects.append(n))
     await old_records(ledger, store, 60)
@@ -150,13 +177,17 @@ async def test_commands_go_on_while_the_ledger_is_swept(app: App, ledger: Ledger
     assert effects == list(range(40))
 
 
-async def test_a_sweep_and_a_claim_of_one_record_at_once_leave_it_done(store: Store, ledger: Ledger) -> None:
-    """In either order, the command is not run a second time."""
+async def test_sweep_and_claim_of_one_record_at_once_leave_it_done(
+    store: Store, ledger: Ledger
+) -> None:
+    """In either order, the command does not run a second time."""
     await old_records(ledger, store, 8)
     others = [await store.open() for _ in range(2)]
     claims = [claim_of(RecordId("", "put", f"old-{n:03}")) for n in range(8)]
     sweeps = [other.sweep() for other in others for _ in range(3)]
-    records, _ = await asyncio.gather(asyncio.gather(*map(ledger.claim, claims)), asyncio.gather(*sweeps))
+    records, _ = await asyncio.gather(
+        asyncio.gather(*map(ledger.claim, claims)), asyncio.gather(*sweeps)
+    )
     assert {record.state for record in records} == {State.TOMBSTONE}
     for other in others:
         await other.aclose()

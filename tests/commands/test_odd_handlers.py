@@ -1,4 +1,6 @@
-"""Handlers that do unexpected things, over every ledger: no effect is doubled, and every answer is true."""
+"""Handlers that do unexpected things, over every ledger: no effect is doubled, and every answer is
+true.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,10 +13,11 @@ from msgspec import UNSET
 from tests.calls import call, error, make_app, read, result
 from tests.ledger import LEASE, claim_of
 from tests.servers import TRANSACTIONAL, Store
-from wirecall import App, Context, DomainError
+from wirecall import App, Context, DomainError, connect
 from wirecall.errors import RpcError
 from wirecall.ledger.base import Ledger, LedgerDown, RecordId, State
 from wirecall.protocol.messages import ErrorObject, remote_error
+from wirecall.server.context import Next
 from wirecall.server.policy import fingerprint
 
 
@@ -31,7 +34,8 @@ async def stands(app: App, key: str = "k", method: str = "put") -> State | None:
 
 def fails_once(ledger: Ledger, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of these transitions does not reach the store."""
-    transition, failures = getattr(ledger, name), [LedgerDown("away")]
+    transition = getattr(ledger, name)
+    failures = [LedgerDown("away")]
 
     async def flaky(*args: Any) -> Any:
         if failures:
@@ -41,11 +45,15 @@ def fails_once(ledger: Ledger, name: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(ledger, name, flaky)
 
 
-# --- the commit point ------------------------------------------------------------------------------------------------
+# --- the commit point -----------------------------------------------------------------------------
 
 
-async def test_a_commit_point_that_is_tried_again_is_written_again(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second try must not pass because there was a first: then a crash after the effect would look like "nothing"."""
+async def test_commit_point_that_is_tried_again_is_written_again(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the second try passed because of the first, a crash after the effect would look like
+    "nothing".
+    """
     effects: list[int] = []
 
     @app.command
@@ -63,7 +71,7 @@ async def test_a_commit_point_that_is_tried_again_is_written_again(app: App, mon
     assert effects == [1]
 
 
-async def test_a_commit_point_that_was_refused_stays_refused(app: App, store: Store) -> None:
+async def test_commit_point_that_was_refused_stays_refused(app: App, store: Store) -> None:
     effects: list[int] = []
 
     @app.command
@@ -81,8 +89,11 @@ async def test_a_commit_point_that_was_refused_stays_refused(app: App, store: St
     assert effects == []
 
 
-async def test_two_commit_points_at_once_both_wait_for_the_ledger(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    written, passed = list[str](), list[bool]()
+async def test_commit_points_called_at_once_both_wait_for_the_ledger(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = list[str]()
+    passed = list[bool]()
 
     @app.command
     async def put(ctx: Context) -> int:
@@ -107,7 +118,7 @@ async def test_two_commit_points_at_once_both_wait_for_the_ledger(app: App, monk
     assert passed == [True, True]
 
 
-# --- errors that cannot be written -----------------------------------------------------------------------------------
+# --- errors that cannot be written ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -118,17 +129,23 @@ async def test_two_commit_points_at_once_both_wait_for_the_ledger(app: App, monk
         (DomainError(4020, "no \udcff", None), "no ?"),
     ],
 )
-async def test_an_error_that_cannot_be_written_is_still_an_error(refusal: DomainError, told: str, app: App) -> None:
+async def test_error_that_cannot_be_written_is_still_an_error(
+    refusal: DomainError, told: str, app: App
+) -> None:
     @app.command
     async def put() -> None:
         raise refusal
 
     assert error(await app.handle(call("put", key="k"))) == {"code": 4020, "message": told}
-    assert error(await app.handle(call("put", key="k"))) == {"code": 4020, "message": told, "data": {"replayed": True}}
+    assert error(await app.handle(call("put", key="k"))) == {
+        "code": 4020,
+        "message": told,
+        "data": {"replayed": True},
+    }
 
 
 @pytest.mark.parametrize("store", TRANSACTIONAL, indirect=True)
-async def test_an_error_that_cannot_be_written_undoes_the_transaction(app: App) -> None:
+async def test_error_that_cannot_be_written_undoes_the_transaction(app: App) -> None:
     @app.command(on_crash="transactional")
     async def put(ctx: Context) -> None:
         made = ctx.db.execute("CREATE TABLE made (n INTEGER)")
@@ -140,7 +157,7 @@ async def test_an_error_that_cannot_be_written_undoes_the_transaction(app: App) 
         assert error(await app.handle(call("put", key=key))) == {"code": 4020, "message": "no"}
 
 
-# --- errors of other servers -----------------------------------------------------------------------------------------
+# --- errors of other servers ----------------------------------------------------------------------
 
 REMOTE = [
     ErrorObject(-32602, "Invalid params"),
@@ -148,13 +165,19 @@ REMOTE = [
     ErrorObject(42910, "Busy", {"type": "busy", "ran": "no"}),
     ErrorObject(50310, "The ledger is unavailable", {"type": "ledger_unavailable", "ran": "no"}),
     ErrorObject(40910, "In progress", {"type": "idempotency_key_in_progress", "ran": "unknown"}),
-    ErrorObject(50910, "Unknown", {"type": "outcome_unknown", "ran": "unknown", "record": "theirs"}),
+    ErrorObject(
+        50910, "Unknown", {"type": "outcome_unknown", "ran": "unknown", "record": "theirs"}
+    ),
 ]
 
 
 @pytest.mark.parametrize("theirs", REMOTE, ids=lambda theirs: str(theirs.code))
-async def test_a_refusal_of_another_server_says_nothing_about_this_command(theirs: ErrorObject, app: App) -> None:
-    """The handler did something, then called a server that refused: "nothing ran" is true there, and not here."""
+async def test_refusal_of_another_server_says_nothing_about_this_command(
+    theirs: ErrorObject, app: App
+) -> None:
+    """The handler did something, then called a server that refused: "nothing ran" is true there,
+    and not here.
+    """
     effects: list[int] = []
 
     @app.command
@@ -168,7 +191,7 @@ async def test_a_refusal_of_another_server_says_nothing_about_this_command(their
     assert effects == [1]
 
 
-async def test_a_domain_error_of_another_server_is_the_command_s_answer(app: App) -> None:
+async def test_domain_error_of_another_server_is_the_command_s_answer(app: App) -> None:
     @app.command
     async def put() -> None:
         raise remote_error(ErrorObject(4020, "not enough money"))
@@ -182,10 +205,14 @@ async def test_a_domain_error_of_another_server_is_the_command_s_answer(app: App
 
 
 @pytest.mark.parametrize(
-    "data", [{"ran": "no"}, {"ran": "unknown", "why": 1}, {"ran": "yes"}], ids=lambda data: str(data["ran"])
+    "data",
+    [{"ran": "no"}, {"ran": "unknown", "why": 1}, {"ran": "yes"}],
+    ids=lambda data: str(data["ran"]),
 )
-async def test_an_error_of_another_server_does_not_decide_whether_the_command_ran(data: Any, app: App) -> None:
-    """Its `ran` is about the call there. Here it becomes the answer of a command that has passed its commit point or not."""
+async def test_error_of_another_server_does_not_decide_whether_the_command_ran(
+    data: Any, app: App
+) -> None:
+    """Its `ran` is about the call there. Here, the command's commit point decides."""
 
     @app.command
     async def put() -> None:
@@ -197,10 +224,16 @@ async def test_an_error_of_another_server_does_not_decide_whether_the_command_ra
 
     for method, ran in (("put", "yes"), ("ask", "no")):
         assert error(await app.handle(call(method, key="k")))["data"] == {**data, "ran": ran}
-        assert error(await app.handle(call(method, key="k")))["data"] == {**data, "ran": ran, "replayed": True}
+        assert error(await app.handle(call(method, key="k")))["data"] == {
+            **data,
+            "ran": ran,
+            "replayed": True,
+        }
 
 
-async def test_an_error_of_another_server_does_not_say_that_an_unrecorded_command_did_nothing(app: App) -> None:
+async def test_error_of_another_server_does_not_say_that_an_unrecorded_command_did_nothing(
+    app: App,
+) -> None:
     @app.command(key="off")
     async def put() -> None:
         raise remote_error(ErrorObject(4020, "not enough money", {"ran": "no"}))
@@ -213,8 +246,85 @@ async def test_an_error_of_another_server_does_not_say_that_an_unrecorded_comman
     assert error(await app.handle(call("look")))["data"] == {"ran": "no"}  # a query changes nothing
 
 
+RESERVED = [-32700, -32600, -32601, -32602, -32603, -32020, -32042]
+
+
+@pytest.mark.parametrize("code", RESERVED)
+async def test_domain_error_with_a_reserved_code_says_that_the_command_ran(
+    code: int, app: App
+) -> None:
+    """The effect is done, regardless of the protocol's meaning of the code.
+
+    The replay says the same.
+    """
+    effects: list[int] = []
+
+    @app.command
+    async def put(ctx: Context) -> None:
+        await ctx.commit_point()
+        effects.append(1)
+        raise DomainError(code, "no room", {"shelf": 3})
+
+    first = error(await app.handle(call("put", key="k")))
+    assert first == {"code": code, "message": "no room", "data": {"shelf": 3, "ran": "yes"}}
+    again = error(await app.handle(call("put", key="k")))
+    assert again["data"] == {"shelf": 3, "ran": "yes", "replayed": True}
+    assert effects == [1]
+
+
+async def test_domain_error_with_a_reserved_code_before_the_commit_point_did_not_run(
+    app: App,
+) -> None:
+    @app.command
+    async def put(ctx: Context, early: bool = True) -> None:
+        if early:
+            raise DomainError(-32602, "no room")
+        await ctx.commit_point()
+
+    async with connect(app) as client:
+        with pytest.raises(RpcError) as raised:
+            await client.call("put")
+    assert raised.value.ran == "no"
+
+
+async def test_domain_error_with_a_reserved_code_keeps_the_ran_that_its_data_states(
+    app: App,
+) -> None:
+    @app.command
+    def put() -> None:
+        raise DomainError(-32602, "no room", {"ran": "no"})
+
+    assert error(await app.handle(call("put", key="k")))["data"] == {"ran": "no"}
+
+
+async def test_domain_error_with_a_reserved_code_says_that_an_unrecorded_command_ran(
+    app: App,
+) -> None:
+    @app.command(key="off")
+    def put() -> None:
+        raise DomainError(-32602, "no room")
+
+    assert error(await app.handle(call("put")))["data"] == {"ran": "yes"}
+
+
+async def test_domain_error_of_middleware_behind_the_run_says_that_the_command_ran(
+    store: Store,
+) -> None:
+    async def strict(ctx: Context, inner: Next) -> object:
+        await inner(ctx)
+        raise DomainError(-32602, "no room")
+
+    async with make_app(ledger=store.url, middleware=[strict]) as app:
+
+        @app.command
+        def put() -> str:
+            return "done"
+
+        assert error(await app.handle(call("put", key="k")))["data"] == {"ran": "yes"}
+
+
 @pytest.mark.parametrize("store", TRANSACTIONAL, indirect=True)
-async def test_an_error_of_another_server_undoes_a_transaction_and_says_so(app: App) -> None:
+async def test_error_of_another_server_undoes_a_transaction_and_says_so(app: App) -> None:
     @app.command(on_crash="transactional")
     async def put(ctx: Context) -> None:
         raise remote_error(ErrorObject(4020, "not enough money", {"ran": "yes"}))
@@ -225,7 +335,9 @@ async def test_an_error_of_another_server_undoes_a_transaction_and_says_so(app: 
 
 @pytest.mark.parametrize("store", TRANSACTIONAL, indirect=True)
 @pytest.mark.parametrize("theirs", REMOTE, ids=lambda theirs: str(theirs.code))
-async def test_a_refusal_of_another_server_undoes_a_transaction(theirs: ErrorObject, app: App) -> None:
+async def test_refusal_of_another_server_undoes_a_transaction(
+    theirs: ErrorObject, app: App
+) -> None:
     refusals: list[RpcError | None] = [remote_error(theirs), None]
 
     @app.command(on_crash="transactional")
@@ -239,15 +351,15 @@ async def test_a_refusal_of_another_server_undoes_a_transaction(theirs: ErrorObj
     assert result(await app.handle(call("put", key="k"))) == 1
 
 
-# --- a method that is declared anew ----------------------------------------------------------------------------------
+# --- a method that is declared differently later --------------------------------------------------
 
 
 @pytest.mark.parametrize("store", TRANSACTIONAL, indirect=True)
 @pytest.mark.parametrize("committed", [True, False])
-async def test_a_transaction_finds_the_record_of_a_holder_that_vanished_before_the_method_became_transactional(
+async def test_transaction_takes_over_the_record_of_a_vanished_holder_of_another_mode(
     committed: bool, app: App, ledger: Ledger, store: Store
 ) -> None:
-    """It used to be "in progress" for as long as its retention, although no run held it."""
+    """It used to stay "in progress" for its whole retention, although no run held it."""
     effects: list[int] = []
 
     @app.command(on_crash="transactional")
@@ -257,7 +369,8 @@ async def test_a_transaction_finds_the_record_of_a_holder_that_vanished_before_t
 
     id = RecordId("", "put", "k")
     await ledger.claim(claim_of(id, fingerprint=fingerprint(UNSET), committed=committed))
-    assert error(await app.handle(call("put", key="k")))["code"] == 40910  # its lease lives
+    # Its lease has not expired.
+    assert error(await app.handle(call("put", key="k")))["code"] == 40910
     store.age(id, LEASE + 1)
     for _ in range(2):
         answer = read(await app.handle(call("put", key="k")))
@@ -266,7 +379,7 @@ async def test_a_transaction_finds_the_record_of_a_holder_that_vanished_before_t
     assert await stands(app) is (State.UNKNOWN if committed else State.DONE)
 
 
-# --- handlers that end their transaction themselves ------------------------------------------------------------------
+# --- handlers that end their transaction themselves -----------------------------------------------
 
 
 async def run_sql(db: Any, statement: str) -> Any:
@@ -277,10 +390,13 @@ async def run_sql(db: Any, statement: str) -> Any:
 @pytest.mark.parametrize("store", TRANSACTIONAL, indirect=True)
 @pytest.mark.parametrize("fails", [True, False])
 @pytest.mark.parametrize("statement", ["COMMIT", "ROLLBACK"])
-async def test_a_handler_that_ends_its_transaction_never_gets_ran_no_if_it_acted(
+async def test_transaction_ended_by_its_handler_is_never_ran_no_if_it_acted(
     statement: str, fails: bool, app: App, store: Store
 ) -> None:
-    """Record and effect are apart then. The caller's answer must be true, and nothing may run twice."""
+    """Record and effect are separate then.
+
+    The caller's answer must be true, and nothing may run twice.
+    """
 
     @app.command(on_crash="transactional")
     async def prepare(ctx: Context) -> None:
@@ -322,10 +438,12 @@ ENDINGS = {
 @pytest.mark.parametrize("store", ["postgres"], indirect=True)
 @pytest.mark.parametrize("leaves", ["raises", "times out"])
 @pytest.mark.parametrize("ending", ENDINGS)
-async def test_a_handler_that_commits_and_starts_a_new_transaction_does_not_get_ran_no(
+async def test_transaction_committed_and_reopened_by_its_handler_is_not_ran_no(
     ending: str, leaves: str, app: App
 ) -> None:
-    """A transaction was open when it failed, so that was undone, and taken for the one that had been committed."""
+    """A transaction was open when it failed; the server undid that one, and took it for the
+    committed one.
+    """
     effects: list[int] = []
 
     @app.command(on_crash="transactional")
@@ -359,7 +477,9 @@ async def test_a_handler_that_commits_and_starts_a_new_transaction_does_not_get_
 
 @pytest.mark.parametrize("store", TRANSACTIONAL, indirect=True)
 @pytest.mark.parametrize("statement", ["SELECT 1", "oops"])
-async def test_a_handler_that_fails_in_its_own_transaction_has_done_nothing(statement: str, app: App) -> None:
+async def test_transaction_opened_by_a_handler_that_fails_has_done_nothing(
+    statement: str, app: App
+) -> None:
     failures = [ValueError()]
 
     @app.command(on_crash="transactional")
@@ -376,8 +496,9 @@ async def test_a_handler_that_fails_in_its_own_transaction_has_done_nothing(stat
     assert result(await app.handle(call("put", key="k"))) == 1
 
 
-# What a handler may do so that its transaction cannot be committed although it returns, by ledger. SQLite takes back a
-# statement that failed, and nothing else; and only we commit, so that after a ROLLBACK there is nothing.
+# Ways in which a handler can make its transaction impossible to commit although it returns, by
+# ledger. SQLite undoes only the statement that failed; and only we commit, so that after a ROLLBACK
+# there is nothing.
 DEFERRED = [
     "CREATE TABLE owner (n INTEGER PRIMARY KEY)",
     "CREATE TABLE owned (n INTEGER REFERENCES owner (n) DEFERRABLE INITIALLY DEFERRED)",
@@ -395,8 +516,10 @@ SPOILT = [
 
 
 @pytest.mark.parametrize(("store", "statements"), SPOILT, indirect=["store"])
-async def test_a_transaction_that_cannot_be_committed_is_said_to_have_done_nothing(statements: list[str], app: App) -> None:
-    """The caller used to hear "unknown", although all of it was undone for certain."""
+async def test_transaction_that_cannot_be_committed_is_ran_no(
+    statements: list[str], app: App
+) -> None:
+    """The caller used to receive "unknown", although all of it was certainly undone."""
     spoils = [statements]
 
     @app.command(on_crash="transactional")
@@ -415,9 +538,10 @@ async def test_a_transaction_that_cannot_be_committed_is_said_to_have_done_nothi
 
 @pytest.mark.parametrize("store", ["postgres"], indirect=True)
 @pytest.mark.parametrize(
-    "statements", [["COMMIT", "BEGIN", "oops"], ["ROLLBACK", "INSERT INTO ended VALUES (1)", "BEGIN", "oops"]]
+    "statements",
+    [["COMMIT", "BEGIN", "oops"], ["ROLLBACK", "INSERT INTO ended VALUES (1)", "BEGIN", "oops"]],
 )
-async def test_a_handler_that_returns_after_a_commit_of_its_own_is_not_said_to_have_done_nothing(
+async def test_transaction_committed_by_its_handler_is_not_ran_no(
     statements: list[str], app: App
 ) -> None:
     @app.command(on_crash="transactional")
@@ -435,11 +559,15 @@ async def test_a_handler_that_returns_after_a_commit_of_its_own_is_not_said_to_h
     assert error(await app.handle(call("put", key="k")))["data"]["ran"] == "unknown"
 
 
-# --- handlers that cancel themselves ---------------------------------------------------------------------------------
+# --- handlers that cancel themselves --------------------------------------------------------------
 
 
-async def test_a_cancellation_that_a_handler_leaves_behind_does_not_lose_an_outcome(app: App) -> None:
-    """As `asyncio.timeout` does in Python 3.11, if it comes in the same turn as the end of its block."""
+async def test_cancellation_that_a_handler_leaves_pending_does_not_lose_an_outcome(
+    app: App,
+) -> None:
+    """`asyncio.timeout` of Python 3.11 does so if it fires in the same turn in which its block
+    ends.
+    """
     effects: list[int] = []
 
     @app.command
@@ -458,7 +586,7 @@ async def test_a_cancellation_that_a_handler_leaves_behind_does_not_lose_an_outc
 
 
 @pytest.mark.parametrize("waits", [True, False])
-async def test_a_handler_that_cancels_itself_is_an_unexpected_error(waits: bool, app: App) -> None:
+async def test_handler_that_cancels_itself_is_an_unexpected_error(waits: bool, app: App) -> None:
     @app.command
     async def put() -> None:
         task = asyncio.current_task()

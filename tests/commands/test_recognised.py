@@ -1,7 +1,7 @@
-"""A call without a key that repeats one whose answer was lost is that call; over every ledger.
+"""A call without a key that repeats one with a lost answer is that call; over every ledger.
 
-The callers are authenticated ones of /rpc, where a caller that leaves does not end its call. How each transport finds a loss
-is in test_losses.
+The callers are authenticated ones of /rpc, where a caller that leaves does not end its call.
+test_losses covers how each transport finds a loss.
 """
 
 import asyncio
@@ -17,13 +17,14 @@ from tests.ledger import LEASE, claim_of, outcome_of
 from tests.mcp.asgi import PATIENCE
 from tests.servers import Store
 from wirecall import App, Context, DomainError
-from wirecall.commands.delivery import origin_of
+from wirecall.commands.receipts import origin_of
 from wirecall.errors import Busy
 from wirecall.ledger.base import Claim, Keyless, Ledger, Record, RecordId
 
 FIRST = Told({"charged": 5, "number": 1})
 SECOND = Told({"charged": 5, "number": 2})
 REPLAY = FIRST._replace(is_replayed=True)
+WINDOW = 120.0  # seconds, the default of commands
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ async def next_of(heard: "asyncio.Queue[Any]") -> Any:
 
 
 async def lose(wire: Wire, app: App, world: World) -> None:
-    """Send a call whose handler waits, and leave; return when the ledger knows of the loss."""
+    """Send a call whose handler waits, and leave; return when the ledger has recorded the loss."""
     marks = await watch(app, "deliver")
     world.gate.clear()
     world.begun.clear()
@@ -62,7 +63,7 @@ async def lose(wire: Wire, app: App, world: World) -> None:
 
 
 async def finish(app: App, world: World) -> None:
-    """Let the handler come to its end, and wait until the ledger knows of it."""
+    """Let the handler end, and wait until the ledger has recorded it."""
     ends = await watch(app, "complete")
     world.gate.set()
     assert await next_of(ends)
@@ -74,10 +75,10 @@ async def undelivered(ledger: Ledger) -> Record:
     return record
 
 
-# --- the match ------------------------------------------------------------------------------------------------------
+# --- the match ------------------------------------------------------------------------------------
 
 
-async def test_a_call_whose_answer_was_lost_is_recognised(app: App, alice: Wire, world: World) -> None:
+async def test_call_with_a_lost_answer_is_recognised(app: App, alice: Wire, world: World) -> None:
     app.command(name="charge")(world.held_after)
     await lose(alice, app, world)
     await finish(app, world)
@@ -85,8 +86,10 @@ async def test_a_call_whose_answer_was_lost_is_recognised(app: App, alice: Wire,
     assert world.effects == [5]
 
 
-async def test_a_call_whose_answer_was_delivered_is_a_new_one(app: App, alice: Wire, world: World, ledger: Ledger) -> None:
-    """Before the ledger knows of the delivery, and afterwards."""
+async def test_call_with_a_delivered_answer_is_not_matched(
+    app: App, alice: Wire, world: World, ledger: Ledger
+) -> None:
+    """Before the ledger has recorded the delivery, and afterwards."""
     app.command(name="charge")(world.charge)
     marks = await watch(app, "deliver")
     assert await alice.call("charge", PARAMS) == FIRST
@@ -96,7 +99,7 @@ async def test_a_call_whose_answer_was_delivered_is_a_new_one(app: App, alice: W
     assert (await alice.call("charge", PARAMS)).value["number"] == 3
 
 
-async def test_a_lost_call_serves_one_repetition(app: App, alice: Wire, world: World) -> None:
+async def test_lost_call_matches_one_repetition(app: App, alice: Wire, world: World) -> None:
     app.command(name="charge")(world.held_after)
     await lose(alice, app, world)
     await finish(app, world)
@@ -104,7 +107,7 @@ async def test_a_lost_call_serves_one_repetition(app: App, alice: Wire, world: W
     assert await alice.call("charge", PARAMS) == SECOND
 
 
-async def test_of_two_repetitions_at_once_one_is_recognised(app: App, alice: Wire, world: World) -> None:
+async def test_repetitions_at_once_match_once(app: App, alice: Wire, world: World) -> None:
     app.command(name="charge")(world.held_after)
     await lose(alice, app, world)
     await finish(app, world)
@@ -113,7 +116,7 @@ async def test_of_two_repetitions_at_once_one_is_recognised(app: App, alice: Wir
     assert world.effects == [5, 5]
 
 
-async def test_of_two_repetitions_at_once_in_two_processes_one_is_recognised(
+async def test_repetitions_at_once_in_two_processes_match_once(
     app: App, alice: Wire, elsewhere: Wire, world: World
 ) -> None:
     app.command(name="charge", wait=PATIENCE)(world.held_after)
@@ -124,12 +127,13 @@ async def test_of_two_repetitions_at_once_in_two_processes_one_is_recognised(
     assert world.effects == [5, 5]
 
 
-async def test_a_repetition_may_be_lost_too(app: App, alice: Wire, world: World) -> None:
-    """All of them wait for the first run, and the last one hears of it."""
+async def test_repetition_may_be_lost_too(app: App, alice: Wire, world: World) -> None:
+    """All of them wait for the first run, and the last one receives its answer."""
     app.command(name="charge")(world.held_after)
     await lose(alice, app, world)
     for _ in range(3):
-        claims, marks = await watch(app, "claim"), await watch(app, "deliver")
+        claims = await watch(app, "claim")
+        marks = await watch(app, "deliver")
         again = alice.send("charge", PARAMS)
         await next_of(claims)
         await again.leave()
@@ -140,7 +144,9 @@ async def test_a_repetition_may_be_lost_too(app: App, alice: Wire, world: World)
     assert world.effects == [5]
 
 
-async def test_another_caller_is_not_recognised(app: App, alice: Wire, wires: Wires, world: World) -> None:
+async def test_another_caller_is_not_recognised(
+    app: App, alice: Wire, wires: Wires, world: World
+) -> None:
     app.command(name="charge")(world.held_after)
     await lose(alice, app, world)
     await finish(app, world)
@@ -149,18 +155,22 @@ async def test_another_caller_is_not_recognised(app: App, alice: Wire, wires: Wi
     assert await alice.call("charge", PARAMS) == REPLAY
 
 
-async def test_other_params_and_other_methods_are_other_calls(app: App, alice: Wire, world: World) -> None:
+async def test_other_params_and_other_methods_are_other_calls(
+    app: App, alice: Wire, world: World
+) -> None:
     app.command(name="charge")(world.held_after)
     app.command(name="refund")(world.charge)
     await lose(alice, app, world)
     await finish(app, world)
     assert not (await alice.call("charge", {"cents": 6})).is_replayed
     assert not (await alice.call("refund", PARAMS)).is_replayed
-    # As for a key, `_meta` has no part in the params.
+    # As with a key, `_meta` is not part of the params.
     assert await alice.call("charge", {**PARAMS, "_meta": {"traceparent": "x"}}) == REPLAY
 
 
-async def test_the_window_counts_from_the_loss(app: App, alice: Wire, world: World, store: Store, ledger: Ledger) -> None:
+async def test_window_counts_from_the_loss(
+    app: App, alice: Wire, world: World, store: Store, ledger: Ledger
+) -> None:
     app.command(name="charge", loss_window=60)(world.held_after)
     await lose(alice, app, world)
     await finish(app, world)
@@ -172,7 +182,7 @@ async def test_the_window_counts_from_the_loss(app: App, alice: Wire, world: Wor
     assert (await alice.call("charge", PARAMS)).value["number"] == 3
 
 
-async def test_a_call_that_still_runs_is_recognised_however_long_it_runs(
+async def test_call_that_still_runs_is_recognised_however_long_it_runs(
     app: App, alice: Wire, world: World, store: Store, ledger: Ledger
 ) -> None:
     app.command(name="charge", loss_window=60, lease=1000)(world.held_after)
@@ -186,13 +196,18 @@ async def test_a_call_that_still_runs_is_recognised_however_long_it_runs(
 
 
 @pytest.mark.parametrize("losses", [1, 2, 3])
-async def test_a_repetition_that_comes_before_the_first_claim_is_answered_waits_for_it(
+async def test_repetition_waits_for_the_answer_to_the_first_claim(
     losses: int, app: App, alice: Wire, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the ledger saw the repetition first, it would grant both. One that is lost as well does not wait for itself."""
+    """If the ledger saw the repetition first, it would grant both.
+
+    A lost one does not wait for itself.
+    """
     app.command(name="charge")(world.charge)
     handle = await app.ledger()
-    claim, asked, gate = handle.claim, asyncio.Event(), asyncio.Event()
+    claim = handle.claim
+    asked = asyncio.Event()
+    gate = asyncio.Event()
 
     async def late(wanted: Any) -> Record:
         monkeypatch.setattr(handle, "claim", claim)
@@ -205,19 +220,21 @@ async def test_a_repetition_that_comes_before_the_first_claim_is_answered_waits_
         lost = alice.send("charge", PARAMS)
         async with asyncio.timeout(PATIENCE):
             await asked.wait()
-        await app.handle(b'{"jsonrpc":"2.0","method":"charge","params":{"cents":1},"id":1}')  # a moment to get there
+        # Until it is there.
+        await app.handle(b'{"jsonrpc":"2.0","method":"charge","params":{"cents":1},"id":1}')
         await lost.leave()
     again = alice.send("charge", PARAMS)
-    await app.handle(b'{"jsonrpc":"2.0","method":"charge","params":{"cents":1},"id":1}')  # it would overtake
+    # It would overtake.
+    await app.handle(b'{"jsonrpc":"2.0","method":"charge","params":{"cents":1},"id":1}')
     gate.set()
     assert (await again.told()).is_replayed
     assert sorted(world.effects) == [*[1] * (losses + 1), 5]
 
 
-# --- the answer of a repetition -------------------------------------------------------------------------------------
+# --- the answer of a repetition -------------------------------------------------------------------
 
 
-async def test_a_repetition_waits_for_the_first_run(app: App, alice: Wire, world: World) -> None:
+async def test_repetition_waits_for_the_first_run(app: App, alice: Wire, world: World) -> None:
     app.command(name="charge")(world.held_after)
     await lose(alice, app, world)
     claims = await watch(app, "claim")
@@ -228,7 +245,7 @@ async def test_a_repetition_waits_for_the_first_run(app: App, alice: Wire, world
     assert world.effects == [5]
 
 
-async def test_a_repetition_waits_for_the_first_run_in_another_process(
+async def test_repetition_waits_for_the_first_run_in_another_process(
     app: App, alice: Wire, elsewhere: Wire, world: World
 ) -> None:
     app.command(name="charge")(world.held_after)
@@ -239,8 +256,13 @@ async def test_a_repetition_waits_for_the_first_run_in_another_process(
     assert world.effects == [5]
 
 
-async def test_a_repetition_that_shall_come_again_has_not_got_the_answer(app: App, alice: Wire, world: World) -> None:
-    """The first run takes longer than a repetition waits. The next repetition is recognised all the same."""
+async def test_repetition_that_gets_in_progress_has_not_received_the_answer(
+    app: App, alice: Wire, world: World
+) -> None:
+    """The first run takes longer than a repetition waits.
+
+    The server still recognises the next repetition.
+    """
     app.command(name="charge", wait=0.01)(world.held_after)
     await lose(alice, app, world)
     for _ in range(2):
@@ -251,12 +273,13 @@ async def test_a_repetition_that_shall_come_again_has_not_got_the_answer(app: Ap
     assert world.effects == [5]
 
 
-async def test_a_lost_error_of_a_call_that_has_no_record_holds_up_no_other(
+async def test_lost_error_of_a_call_without_a_record_does_not_delay_others(
     app: App, alice: Wire, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ledger has not answered the claim, and will not: a repetition must not wait for that."""
+    """The ledger has not answered the claim, and will not: a repetition must not wait for it."""
     app.command(name="charge")(world.charge)
-    app.query(name="text")(lambda: "a" * 1_000_000)  # in one message with it, so that the caller can leave in the middle
+    # In one message with it, so that the caller can leave in the middle.
+    app.query(name="text")(lambda: "a" * 1_000_000)
     ledger = await app.ledger()
 
     async def broken(claim: Claim) -> Record:
@@ -273,7 +296,7 @@ async def test_a_lost_error_of_a_call_that_has_no_record_holds_up_no_other(
     assert await alice.call("charge", PARAMS) == FIRST
 
 
-async def test_a_recorded_error_is_repeated(app: App, alice: Wire, world: World) -> None:
+async def test_recorded_error_is_repeated(app: App, alice: Wire, world: World) -> None:
     @app.command(name="charge")
     async def handler(cents: int, ctx: Context) -> Any:
         await world.held_after(cents, ctx)
@@ -286,7 +309,7 @@ async def test_a_recorded_error_is_repeated(app: App, alice: Wire, world: World)
     assert world.effects == [5]
 
 
-async def test_an_unknown_outcome_is_an_error(app: App, alice: Wire, world: World) -> None:
+async def test_unknown_outcome_is_an_error(app: App, alice: Wire, world: World) -> None:
     @app.command(name="charge")
     async def handler(cents: int, ctx: Context) -> Any:
         await world.held_after(cents, ctx)
@@ -301,8 +324,10 @@ async def test_an_unknown_outcome_is_an_error(app: App, alice: Wire, world: Worl
     assert world.effects == [5]
 
 
-async def test_what_was_released_runs(app: App, alice: Wire, world: World, ledger: Ledger) -> None:
-    """The first run refuses the call: nothing was done. There is nothing left that a repetition could be."""
+async def test_repetition_of_a_released_call_runs(
+    app: App, alice: Wire, world: World, ledger: Ledger
+) -> None:
+    """The first run refuses the call: nothing was done. A repetition has nothing to match."""
 
     @app.command(name="charge")
     async def handler(cents: int, ctx: Context) -> Any:
@@ -320,10 +345,13 @@ async def test_what_was_released_runs(app: App, alice: Wire, world: World, ledge
     assert await alice.call("charge", PARAMS) == FIRST
 
 
-async def test_a_repetition_that_runs_in_place_of_the_first_is_recognised_if_it_is_lost(
+async def test_repetition_that_runs_in_place_of_the_first_is_recognised_if_it_is_lost(
     app: App, alice: Wire, world: World
 ) -> None:
-    """It waits for the first run, which refuses the call. So it runs itself, and its own answer is lost."""
+    """It waits for the first run, which refuses the call.
+
+    So it runs itself, and its own answer is lost.
+    """
     second = asyncio.Event()
 
     @app.command(name="charge")
@@ -338,7 +366,9 @@ async def test_a_repetition_that_runs_in_place_of_the_first_is_recognised_if_it_
 
     held = asyncio.Event()
     await lose(alice, app, world)
-    claims, marks, ends = await watch(app, "claim"), await watch(app, "deliver"), await watch(app, "complete")
+    claims = await watch(app, "claim")
+    marks = await watch(app, "deliver")
+    ends = await watch(app, "complete")
     again = alice.send("charge", PARAMS)
     await next_of(claims)
     world.gate.set()
@@ -352,12 +382,12 @@ async def test_a_repetition_that_runs_in_place_of_the_first_is_recognised_if_it_
     assert world.effects == [5]
 
 
-# --- a process that dies --------------------------------------------------------------------------------------------
+# --- a process that dies --------------------------------------------------------------------------
 
 
 async def die(ledger: Ledger, store: Store, *, ago: float, done: bool, **fields: Any) -> Record:
-    """A call of another process, which died when its handler ran, or before its answer was written."""
-    origin = origin_of("alice", None, "charge")
+    """A call of another process, which died while its handler ran, or before it wrote the answer."""
+    origin = origin_of("caller alice", "charge")
     assert origin is not None
     keyless = Keyless(origin + PRINT[:8], 120)
     id = RecordId("alice", "charge", keyless.make_key(os.urandom(16)))
@@ -368,7 +398,7 @@ async def die(ledger: Ledger, store: Store, *, ago: float, done: bool, **fields:
     return record
 
 
-async def test_an_answer_that_died_with_its_process_is_undelivered(
+async def test_answer_of_a_dead_process_is_undelivered(
     app: App, alice: Wire, world: World, store: Store, ledger: Ledger
 ) -> None:
     app.command(name="charge")(world.charge)
@@ -377,7 +407,7 @@ async def test_an_answer_that_died_with_its_process_is_undelivered(
     assert world.effects == []
 
 
-async def test_an_answer_is_waited_for_while_its_process_may_live(
+async def test_answer_of_a_process_that_may_live_is_waited_for(
     app: App, alice: Wire, world: World, store: Store, ledger: Ledger
 ) -> None:
     app.command(name="charge", wait=0.01)(world.charge)
@@ -388,7 +418,7 @@ async def test_an_answer_is_waited_for_while_its_process_may_live(
     assert world.effects == []
 
 
-async def test_a_run_that_died_past_its_commit_point_is_unknown(
+async def test_run_that_died_past_its_commit_point_has_an_unknown_outcome(
     app: App, alice: Wire, world: World, store: Store, ledger: Ledger
 ) -> None:
     app.command(name="charge")(world.charge)
@@ -397,20 +427,140 @@ async def test_a_run_that_died_past_its_commit_point_is_unknown(
     assert world.effects == []
 
 
+async def test_unknown_outcome_answers_every_repetition(
+    app: App, alice: Wire, elsewhere: Wire, world: World, store: Store, ledger: Ledger
+) -> None:
+    """In this process and in another one, one after another and together; each answer begins the
+    window again.
+    """
+    app.command(name="charge")(world.charge)
+    record = await die(ledger, store, ago=LEASE + 1, done=False)
+    for wire in (alice, elsewhere, alice, alice, elsewhere):
+        store.age(record.id, WINDOW - 20)
+        assert (await wire.call("charge", PARAMS)).error["code"] == 50910
+        await marked(ledger, record)
+    assert world.effects == []
+    store.age(record.id, WINDOW + 1)
+    assert await alice.call("charge", PARAMS) == FIRST, (
+        "long after its last answer, an equal call is a new one"
+    )
+
+
+async def test_unknown_outcome_answers_repetitions_at_once(
+    app: App, alice: Wire, elsewhere: Wire, world: World, store: Store, ledger: Ledger
+) -> None:
+    app.command(name="charge")(world.charge)
+    await die(ledger, store, ago=LEASE + 1, done=False)
+    sent = [wire.send("charge", PARAMS) for wire in (alice, alice, elsewhere, alice, elsewhere)]
+    assert [(await each.told()).error["code"] for each in sent] == [50910] * 5
+    assert world.effects == []
+
+
+async def test_unknown_outcome_is_for_its_caller_alone(
+    app: App, alice: Wire, wires: Wires, world: World, store: Store, ledger: Ledger
+) -> None:
+    app.command(name="charge")(world.charge)
+    await die(ledger, store, ago=LEASE + 1, done=False)
+    assert (await alice.call("charge", PARAMS)).error["code"] == 50910
+    bob = await wires("/rpc", app, "bob")
+    assert await bob.call("charge", PARAMS) == FIRST
+    assert (await alice.call("charge", {"cents": 6})).value == {"charged": 6, "number": 2}
+
+
+async def test_unknown_outcome_that_is_resolved_answers_one_repetition(
+    app: App, alice: Wire, world: World, store: Store, ledger: Ledger
+) -> None:
+    app.command(name="charge")(world.charge)
+    record = await die(ledger, store, ago=LEASE + 1, done=False)
+    for _ in range(2):
+        assert (await alice.call("charge", PARAMS)).error["code"] == 50910
+    await marked(ledger, record)
+    assert await ledger.resolve(record.id, outcome_of(b'{"charged":5,"number":1}'))
+    assert await alice.call("charge", PARAMS) == REPLAY
+    assert world.effects == []
+    assert await alice.call("charge", PARAMS) == FIRST
+
+
+async def test_unknown_outcome_of_a_handler_that_failed_answers_every_repetition(
+    app: App, alice: Wire, world: World
+) -> None:
+    """It may have acted before it failed, and its caller does not know more than after a crash."""
+
+    @app.command(name="charge")
+    async def fail(cents: int) -> None:
+        world.act(cents)
+        raise ValueError(cents)
+
+    assert (await alice.call("charge", PARAMS)).error == {
+        "code": -32603,
+        "message": "Internal error",
+        "data": {"ran": "unknown"},
+    }
+    for _ in range(3):
+        assert (await alice.call("charge", PARAMS)).error["code"] == 50910
+    assert world.effects == [5]
+
+
+async def marked(ledger: Ledger, record: Record) -> None:
+    """Wait until the ledger has recorded that the last answer was not the outcome."""
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            found = await ledger.get(record.id)
+            assert found is not None
+            if found.delivery == "undelivered":
+                return
+            await asyncio.sleep(0.01)
+
+
+async def test_wait_for_a_dead_holder_ends_with_its_lease(
+    app: App, alice: Wire, world: World, store: Store, ledger: Ledger
+) -> None:
+    """It has renewed nothing for half of its lease, so its caller waits for the rest, and gets an
+    answer.
+    """
+    app.command(name="charge", wait=0.05)(world.charge)
+    record = await die(ledger, store, ago=LEASE / 2, done=False)
+    claims = await watch(app, "claim")
+    again = alice.send("charge", PARAMS)
+    for _ in range(6):  # more than its own wait allows
+        await next_of(claims)
+    store.age(record.id, LEASE / 2 + 1)
+    assert (await again.told()).error["code"] == 50910
+    assert world.effects == []
+
+
+async def test_wait_for_a_holder_that_renews_its_lease_ends_as_declared(
+    app: App, alice: Wire, world: World, store: Store, ledger: Ledger
+) -> None:
+    app.command(name="charge", wait=0.05)(world.charge)
+    record = await die(ledger, store, ago=LEASE / 2, done=False)
+    claims = await watch(app, "claim")
+    again = alice.send("charge", PARAMS)
+    for _ in range(6):
+        await next_of(claims)
+    assert await ledger.heartbeat(record.token, LEASE)
+    refused = (await again.told()).error
+    assert refused["code"] == 40910
+    assert "key" not in refused["message"], "its caller has sent none"
+
+
 @pytest.mark.parametrize("terms", [{"on_crash": "rerun"}, {"commit_point": True}], ids=repr)
-async def test_a_run_that_died_is_run_again_if_that_is_safe(
+async def test_run_that_died_is_run_again_if_that_is_safe(
     app: App, alice: Wire, world: World, store: Store, ledger: Ledger, terms: Any
 ) -> None:
-    """It is the same call, with the same key: so says `ctx.attempt` to the handler."""
+    """It is the same call, with the same key: `ctx.attempt` shows that to the handler."""
     app.command(name="charge", **terms)(world.charge)
-    claimed = {"committed": "commit_point" not in terms, "on_crash": terms.get("on_crash", "unknown")}
+    claimed = {
+        "committed": "commit_point" not in terms,
+        "on_crash": terms.get("on_crash", "unknown"),
+    }
     died = await die(ledger, store, ago=LEASE + 1, done=False, **claimed)
     assert await alice.call("charge", PARAMS) == FIRST
     (context,) = world.seen
     assert (context.attempt, context.idempotency_key) == (2, died.id.key)
 
 
-async def test_a_run_that_died_long_ago_matches_nothing(
+async def test_run_that_died_long_ago_matches_nothing(
     app: App, alice: Wire, world: World, store: Store, ledger: Ledger
 ) -> None:
     app.command(name="charge")(world.charge)
@@ -418,12 +568,14 @@ async def test_a_run_that_died_long_ago_matches_nothing(
     assert await alice.call("charge", PARAMS) == FIRST
 
 
-# --- transactions ---------------------------------------------------------------------------------------------------
+# --- transactions ---------------------------------------------------------------------------------
 
 
 @transactional
-async def test_a_transaction_without_a_key_is_recognised(app: App, alice: Wire, world: World, effects: Effects) -> None:
-    """Its answer is lost while it is open, when there is no record yet that could be marked."""
+async def test_transaction_without_a_key_is_recognised(
+    app: App, alice: Wire, world: World, effects: Effects
+) -> None:
+    """Its answer is lost while it is open, before there is a record to mark."""
 
     @app.command(name="charge", on_crash="transactional")
     async def handler(cents: int, ctx: Context) -> Any:
@@ -446,7 +598,9 @@ async def test_a_transaction_without_a_key_is_recognised(app: App, alice: Wire, 
 
 
 @transactional
-async def test_a_transaction_that_was_undone_runs_again(app: App, alice: Wire, world: World, effects: Effects) -> None:
+async def test_transaction_that_was_undone_runs_again(
+    app: App, alice: Wire, world: World, effects: Effects
+) -> None:
     @app.command(name="charge", on_crash="transactional")
     async def handler(cents: int, ctx: Context) -> Any:
         number = await effects.add(ctx, cents)

@@ -1,4 +1,4 @@
-"""`on_crash="reconcile"`: a function of the method's own says what became of a holder that vanished (B2); every ledger."""
+"""`on_crash="reconcile"`: the method's own function judges a vanished holder (B2); every ledger."""
 
 import asyncio
 from typing import Any
@@ -16,7 +16,9 @@ from wirecall.server.method import CannotTell, Done, NotDone
 
 
 @pytest.mark.parametrize("form", ["plain", "async"])
-async def test_reconcile_done_is_the_answer(form: str, app: App, ledger: Ledger, store: Store, world: World) -> None:
+async def test_reconcile_done_is_the_answer(
+    form: str, app: App, ledger: Ledger, store: Store, world: World
+) -> None:
     """The function gets the params, and the context if it asks for it; the handler does not run."""
     asked: list[Any] = []
 
@@ -37,8 +39,12 @@ async def test_reconcile_done_is_the_answer(form: str, app: App, ledger: Ledger,
     assert await stands(ledger) is State.DONE
 
 
-async def test_reconcile_not_done_runs_it(app: App, ledger: Ledger, store: Store, world: World) -> None:
-    app.command(name="charge", on_crash="reconcile", reconcile=lambda cents: NotDone())(world.charge)
+async def test_reconcile_not_done_runs_it(
+    app: App, ledger: Ledger, store: Store, world: World
+) -> None:
+    app.command(name="charge", on_crash="reconcile", reconcile=lambda cents: NotDone())(
+        world.charge
+    )
     await vanish(ledger, store)
     for id in (1, 2):
         assert result(await app.handle(charge(id)))["number"] == 1
@@ -46,10 +52,10 @@ async def test_reconcile_not_done_runs_it(app: App, ledger: Ledger, store: Store
 
 
 @pytest.mark.parametrize("verdict", [CannotTell(), None, True, Done], ids=repr)
-async def test_reconcile_that_cannot_tell_leaves_it_unknown(
+async def test_reconcile_without_a_clear_answer_leaves_an_unknown_outcome(
     verdict: Any, app: App, ledger: Ledger, store: Store, world: World
 ) -> None:
-    """B2: what is not clearly one or the other is not known."""
+    """B2: an answer that is not clearly one or the other is unknown."""
     asked: list[int] = []
 
     def reconcile(cents: int) -> Any:
@@ -65,7 +71,9 @@ async def test_reconcile_that_cannot_tell_leaves_it_unknown(
     assert world.effects == []
 
 
-async def test_reconcile_that_fails_is_asked_again(app: App, ledger: Ledger, store: Store, world: World) -> None:
+async def test_reconcile_that_fails_is_called_again(
+    app: App, ledger: Ledger, store: Store, world: World
+) -> None:
     verdicts: list[Any] = [Done({"found": 5}), RuntimeError("no connection")]
 
     def reconcile(cents: int) -> Any:
@@ -82,7 +90,7 @@ async def test_reconcile_that_fails_is_asked_again(app: App, ledger: Ledger, sto
     assert world.effects == []
 
 
-async def test_a_command_that_never_ran_is_not_reconciled(app: App, world: World) -> None:
+async def test_command_that_never_ran_is_not_reconciled(app: App, world: World) -> None:
     def reconcile(cents: int) -> Any:
         raise AssertionError("asked about a first run")
 
@@ -90,11 +98,11 @@ async def test_a_command_that_never_ran_is_not_reconciled(app: App, world: World
     assert result(await app.handle(charge()))["number"] == 1
 
 
-# --- the evidence ----------------------------------------------------------------------------------------------------
+# --- the evidence ---------------------------------------------------------------------------------
 
 
 class Truth:
-    """A world that knows what happened in it, for reconcile functions that never lie."""
+    """A world that remembers what happened in it, for reconcile functions that never lie."""
 
     def __init__(self, app: App, world: World) -> None:
         async def handler(cents: int, ctx: Context) -> Any:
@@ -107,15 +115,19 @@ class Truth:
         app.command(name="charge", on_crash="reconcile", reconcile=reconcile)(handler)
 
 
-async def test_a_successor_that_hangs_up_does_not_destroy_the_evidence(
+async def test_successor_that_hangs_up_does_not_destroy_the_evidence(
     app: App, ledger: Ledger, store: Store, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """B2: the first did it and vanished; the caller of the second goes away while it claims; the third must still ask."""
+    """B2: the first acted and vanished; the second's caller leaves in its claim; the third must
+    still ask.
+    """
     Truth(app, world)
     await vanish(ledger, store, on_crash="reconcile")
     world.act(5)
     handle = await app.ledger()
-    claim, claimed, answered = handle.claim, asyncio.Event(), asyncio.Event()
+    claim = handle.claim
+    claimed = asyncio.Event()
+    answered = asyncio.Event()
 
     async def slow(wanted: Claim) -> Record:
         record = await claim(wanted)
@@ -137,7 +149,7 @@ async def test_a_successor_that_hangs_up_does_not_destroy_the_evidence(
     assert world.effects == [5]
 
 
-async def test_a_successor_whose_claim_was_not_acknowledged_does_not_destroy_the_evidence(
+async def test_successor_whose_claim_was_not_acknowledged_does_not_destroy_the_evidence(
     app: App, ledger: Ledger, store: Store, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """B2: the same, when the answer to the claim is lost."""
@@ -153,7 +165,7 @@ async def test_a_successor_whose_claim_was_not_acknowledged_does_not_destroy_the
 
 
 async def still_stands(ledger: Ledger) -> None:
-    """Give the clean-up after a lost claim more than enough round trips; the record must be there all the time."""
+    """Give the clean-up after a lost claim enough round trips; the record must exist all the time."""
     for _ in range(20):
         await asyncio.sleep(0)
         assert await stands(ledger) is State.RUNNING

@@ -9,7 +9,9 @@ from tests.commands.charges import NewApp, World, charge
 from wirecall import App, DomainError
 
 
-async def test_a_retry_gets_the_same_answer_under_its_own_id_marked_as_replayed(app: App, world: World) -> None:
+async def test_retry_gets_the_same_answer_under_its_own_id_marked_as_replayed(
+    app: App, world: World
+) -> None:
     """P5, P10: two calls with one key and different ids are one command."""
     app.command(world.charge)
     replayed: list[Any] = []
@@ -24,7 +26,9 @@ async def test_a_retry_gets_the_same_answer_under_its_own_id_marked_as_replayed(
 
 
 @pytest.mark.parametrize(
-    "value", [None, False, 0, "", {}, [], 0.0, -0.0, 1e300, 2**70, "ä€😀\0", {"b": 1, "a": None}], ids=repr
+    "value",
+    [None, False, 0, "", {}, [], 0.0, -0.0, 1e300, 2**70, "ä€😀\0", {"b": 1, "a": None}],
+    ids=repr,
 )
 async def test_any_result_is_replayed_byte_for_byte(value: Any, new_app: NewApp) -> None:
     """P5: falsy results are results."""
@@ -45,7 +49,8 @@ async def test_any_result_is_replayed_byte_for_byte(value: Any, new_app: NewApp)
 
 async def test_every_app_on_a_ledger_replays_it(new_app: NewApp, world: World) -> None:
     """P9: the record outlives the process that made it."""
-    first, second = new_app(), new_app()
+    first = new_app()
+    second = new_app()
     for app in (first, second):
         app.command(world.charge)
     reply = await first.handle(charge())
@@ -57,7 +62,9 @@ async def test_every_app_on_a_ledger_replays_it(new_app: NewApp, world: World) -
 
 
 @pytest.mark.parametrize("data", [None, {"balance": 3}, [1], "text", 0, False], ids=repr)
-async def test_a_domain_error_is_the_command_s_answer_and_replayed_with_a_mark(data: Any, app: App) -> None:
+async def test_domain_error_is_the_command_s_answer_and_replayed_with_a_mark(
+    data: Any, app: App
+) -> None:
     """P5: the same recorded error."""
     calls: list[int] = []
 
@@ -67,17 +74,25 @@ async def test_a_domain_error_is_the_command_s_answer_and_replayed_with_a_mark(d
         raise DomainError(4020, "not enough money", data)
 
     first = error(await app.handle(charge(1)))
-    assert first == {"code": 4020, "message": "not enough money"} | ({} if data is None else {"data": data})
+    assert first == {"code": 4020, "message": "not enough money"} | (
+        {} if data is None else {"data": data}
+    )
     answer = read(await app.handle(charge(2)))
     assert answer["id"] == 2
     again = answer["error"]
     assert (again["code"], again["message"]) == (4020, "not enough money")
-    assert again["data"] == {**data, "replayed": True} if isinstance(data, dict) else {"replayed": True, "data": data}
+    assert (
+        again["data"] == {**data, "replayed": True}
+        if isinstance(data, dict)
+        else {"replayed": True, "data": data}
+    )
     assert calls == [5]
 
 
-async def test_a_replayed_error_counts_among_the_replayed_ids(app: App) -> None:
-    """`replayed` receives the ids of the answers that came from the ledger; a recorded error is one."""
+async def test_replayed_error_counts_among_the_replayed_ids(app: App) -> None:
+    """`replayed` receives the ids of the answers that came from the ledger; a recorded error is
+    one.
+    """
 
     @app.command(name="charge")
     async def handler(cents: int) -> None:

@@ -1,4 +1,6 @@
-"""`on_crash="rerun"`: a command whose holder vanished or failed runs again, and its handler can see that (B2)."""
+"""`on_crash="rerun"`: a command whose holder vanished or failed runs again, and its handler can see
+that (B2).
+"""
 
 import asyncio
 from typing import Any
@@ -18,7 +20,9 @@ class Price:
     """A value that a provider makes."""
 
 
-async def test_rerun_runs_again_and_tells_the_handler(app: App, ledger: Ledger, store: Store, world: World) -> None:
+async def test_rerun_runs_again_and_counts_attempts(
+    app: App, ledger: Ledger, store: Store, world: World
+) -> None:
     app.command(name="charge", on_crash="rerun")(world.charge)
     record = await vanish(ledger, store, on_crash="rerun")
     replayed: list[Any] = []
@@ -30,7 +34,9 @@ async def test_rerun_runs_again_and_tells_the_handler(app: App, ledger: Ledger, 
     assert result(await app.handle(charge()))["number"] == 1
 
 
-async def test_the_downstream_key_is_the_same_on_every_attempt_and_no_other_command_s(app: App, world: World) -> None:
+async def test_downstream_key_is_the_same_on_every_attempt_and_unique_to_its_command(
+    app: App, world: World
+) -> None:
     @app.command(name="charge", on_crash="rerun")
     async def handler(cents: int, ctx: Context) -> Any:
         await world.charge(cents, ctx)
@@ -45,7 +51,9 @@ async def test_the_downstream_key_is_the_same_on_every_attempt_and_no_other_comm
     assert [ctx.attempt for ctx in world.seen] == [1, 2, 1, 1]
 
 
-async def test_rerun_gives_up_after_five_attempts(app: App, ledger: Ledger, store: Store, world: World) -> None:
+async def test_rerun_gives_up_after_five_attempts(
+    app: App, ledger: Ledger, store: Store, world: World
+) -> None:
     app.command(name="charge", on_crash="rerun")(world.charge)
     for _ in range(5):
         record = await vanish(ledger, store, on_crash="rerun")
@@ -54,10 +62,11 @@ async def test_rerun_gives_up_after_five_attempts(app: App, ledger: Ledger, stor
     assert world.effects == []
 
 
-async def test_a_holder_that_was_taken_over_answers_with_the_successor_s_outcome(
+async def test_holder_that_lost_its_lease_answers_with_its_successor_s_outcome(
     new_app: NewApp, store: Store, world: World
 ) -> None:
-    here, there = new_app(), new_app()
+    here = new_app()
+    there = new_app()
     here.command(name="charge", on_crash="rerun")(world.held_after)
     there.command(name="charge", on_crash="rerun")(world.charge)
     first = asyncio.create_task(here.handle(charge(1)))
@@ -69,10 +78,12 @@ async def test_a_holder_that_was_taken_over_answers_with_the_successor_s_outcome
     assert result(await here.handle(charge(3)))["number"] == 2
 
 
-async def test_a_rerun_that_stops_before_its_commit_point_leaves_the_evidence_of_the_run_before(
+async def test_rerun_that_stops_before_its_commit_point_keeps_evidence_of_the_run_before(
     app: App, ledger: Ledger, store: Store, world: World
 ) -> None:
-    """That this run did nothing says nothing about the one that vanished: the attempts go on counting."""
+    """This run did nothing, which says nothing about the vanished one: the attempts continue to
+    count.
+    """
 
     @app.command(name="charge", on_crash="rerun")
     async def handler(cents: int, ctx: Context) -> Any:
@@ -91,9 +102,11 @@ async def test_a_rerun_that_stops_before_its_commit_point_leaves_the_evidence_of
     assert world.seen[0].attempt == 3
 
 
-@pytest.mark.parametrize("raised", [RuntimeError("a fault"), Busy(ran="no"), DomainError(4020, "not enough")], ids=repr)
+@pytest.mark.parametrize(
+    "raised", [RuntimeError("a fault"), Busy(ran="no"), DomainError(4020, "not enough")], ids=repr
+)
 @pytest.mark.parametrize("place", ["handler", "provider"])
-async def test_a_rerun_that_does_nothing_does_not_speak_for_the_run_before(
+async def test_rerun_that_does_nothing_does_not_speak_for_the_run_before(
     app: App, ledger: Ledger, store: Store, place: str, raised: Exception
 ) -> None:
     """`ran: "no"` would be false if the run that vanished has acted."""
@@ -118,7 +131,7 @@ async def test_a_rerun_that_does_nothing_does_not_speak_for_the_run_before(
     assert error(await app.handle(charge(key="another")))["data"]["ran"] == "no"
 
 
-async def test_an_exception_of_a_rerun_command_is_tried_again_at_once(app: App, world: World) -> None:
+async def test_rerun_after_an_exception_starts_with_the_next_call(app: App, world: World) -> None:
     @app.command(name="charge", on_crash="rerun")
     async def handler(cents: int, ctx: Context) -> Any:
         await world.charge(cents, ctx)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from tests.calls import error, result
-from tests.commands.charges import ID, World, charge, stands
-from tests.servers import PATIENCE, Store
+from tests.commands.charges import ID, World, charge, stands, vanish, watch
+from tests.servers import DURABLE, PATIENCE, Store
 from wirecall import App, DomainError
-from wirecall.ledger.base import Ledger, Record, State
+from wirecall.ledger.base import UNKNOWN_AFTER, Ledger, Record, State
 
 
 def is_not_retained(refused: Any, digest: bytes, record: Record | None) -> None:
@@ -27,7 +27,7 @@ def is_not_retained(refused: Any, digest: bytes, record: Record | None) -> None:
     }
 
 
-async def test_a_result_too_large_to_keep_is_answered_once_and_then_named_by_its_digest(
+async def test_result_too_large_to_keep_is_answered_once_and_then_named_by_its_digest(
     app: App, ledger: Ledger, world: World
 ) -> None:
     @app.command(name="charge", max_stored_result=100)
@@ -41,7 +41,7 @@ async def test_a_result_too_large_to_keep_is_answered_once_and_then_named_by_its
     assert world.effects == [5]
 
 
-async def test_a_result_of_exactly_the_limit_is_kept(app: App, world: World) -> None:
+async def test_result_of_exactly_the_limit_is_kept(app: App, world: World) -> None:
     @app.command(name="charge", max_stored_result=100)
     async def handler(cents: int) -> str:
         world.act(cents)
@@ -52,7 +52,9 @@ async def test_a_result_of_exactly_the_limit_is_kept(app: App, world: World) -> 
     assert world.effects == [5]
 
 
-async def test_after_the_retention_only_the_fact_is_left(app: App, ledger: Ledger, store: Store, world: World) -> None:
+async def test_record_after_its_retention_keeps_only_the_fact(
+    app: App, ledger: Ledger, store: Store, world: World
+) -> None:
     """P9: a TTL per method."""
     app.command(name="charge", retention=100)(world.charge)
     reply = await app.handle(charge())
@@ -66,7 +68,7 @@ async def test_after_the_retention_only_the_fact_is_left(app: App, ledger: Ledge
     assert world.effects == [5]
 
 
-async def test_a_recorded_error_is_not_retained_either(app: App, store: Store) -> None:
+async def test_recorded_error_expires_after_its_retention(app: App, store: Store) -> None:
     @app.command(name="charge", retention=100)
     async def handler(cents: int) -> None:
         raise DomainError(4020, "no")
@@ -76,7 +78,9 @@ async def test_a_recorded_error_is_not_retained_either(app: App, store: Store) -
     assert error(await app.handle(charge()))["data"]["type"] == "result_not_retained"
 
 
-async def test_after_eight_retentions_the_key_is_forgotten(app: App, ledger: Ledger, store: Store, world: World) -> None:
+async def test_key_is_forgotten_after_eight_retentions(
+    app: App, ledger: Ledger, store: Store, world: World
+) -> None:
     app.command(name="charge", retention=100)(world.charge)
     await app.handle(charge())
     store.age(ID, 101)
@@ -86,12 +90,13 @@ async def test_after_eight_retentions_the_key_is_forgotten(app: App, ledger: Led
     assert result(await app.handle(charge()))["number"] == 2
 
 
-async def test_an_app_that_has_run_a_command_sweeps_its_ledger_again_and_again(
+async def test_app_sweeps_its_ledger_periodically_after_its_first_command(
     app: App, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("wirecall.commands.background.SWEEP_EVERY", 0.001)
     app.command(name="charge")(world.charge)
-    ledger, swept = await app.ledger(), asyncio.Semaphore(0)
+    ledger = await app.ledger()
+    swept = asyncio.Semaphore(0)
 
     async def sweep(limit: int = 500) -> int:
         swept.release()
@@ -104,7 +109,33 @@ async def test_an_app_that_has_run_a_command_sweeps_its_ledger_again_and_again(
         await swept.acquire()
 
 
-async def test_a_result_that_cannot_be_encoded_was_done_all_the_same(app: App, ledger: Ledger, world: World) -> None:
+@pytest.mark.parametrize("store", DURABLE, indirect=True)
+async def test_server_sweeps_before_its_first_command(
+    app: App, ledger: Ledger, store: Store, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process died and another one starts: the store reports an unknown outcome before any call
+    arrives.
+    """
+    monkeypatch.setattr("wirecall.commands.background.SWEEP_EVERY", 0.001)
+    app.command(name="charge")(world.charge)
+    await vanish(ledger, store)
+    store.age(ID, UNKNOWN_AFTER)
+    swept = await watch(app, "sweep")
+    messages: asyncio.Queue[Any] = asyncio.Queue()
+    answers: asyncio.Queue[Any] = asyncio.Queue()
+    serving = asyncio.create_task(app.asgi()({"type": "lifespan"}, messages.get, answers.put))
+    await messages.put({"type": "lifespan.startup"})
+    async with asyncio.timeout(PATIENCE):
+        assert (await answers.get())["type"] == "lifespan.startup.complete"
+        while await stands(ledger) is not State.UNKNOWN:
+            await swept.get()
+        await messages.put({"type": "lifespan.shutdown"})
+        await serving
+
+
+async def test_command_with_an_unencodable_result_is_still_done(
+    app: App, ledger: Ledger, world: World
+) -> None:
     @app.command(name="charge")
     async def handler(cents: int) -> Any:
         world.act(cents)
@@ -113,7 +144,11 @@ async def test_a_result_that_cannot_be_encoded_was_done_all_the_same(app: App, l
     refused = error(await app.handle(charge()))
     assert (refused["code"], refused["data"]) == (-32603, {"ran": "yes"})
     refused = error(await app.handle(charge()))
-    assert (refused["code"], refused["data"]["type"], refused["data"]["ran"]) == (41010, "result_not_retained", "yes")
+    assert (refused["code"], refused["data"]["type"], refused["data"]["ran"]) == (
+        41010,
+        "result_not_retained",
+        "yes",
+    )
     assert set(refused["data"]) == {"type", "ran", "digest", "completed_at"}
     assert await stands(ledger) is State.DONE
     assert world.effects == [5]

@@ -1,4 +1,4 @@
-"""The table of a run's states: what must hold whatever happens in which order."""
+"""The table of a run's states: invariants that hold for every order of events."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,8 +9,9 @@ LAST = {RunState.RECORDING, RunState.UNDONE, RunState.DOUBTFUL}
 
 
 def reached(start: RunState) -> set[RunState]:
-    """Return every state that a run can come to from another one."""
-    found, left = {start}, [start]
+    """Return every state that a run can reach from another one."""
+    found = {start}
+    left = [start]
     while left:
         state = left.pop()
         new = {to for (origin, _), to in TABLE.items() if origin is state} - found
@@ -19,13 +20,13 @@ def reached(start: RunState) -> set[RunState]:
     return found
 
 
-def test_every_state_is_reached_and_every_run_can_end() -> None:
+def test_table_reaches_every_state_and_every_run_can_end() -> None:
     assert reached(RunState.CLAIMING) == set(RunState)
     assert all(reached(state) & LAST for state in RunState)
     assert {event for _, event in TABLE} == set(RunEvent)
 
 
-def test_a_cancel_stops_only_what_has_done_nothing_or_waits_for_another_run() -> None:
+def test_cancel_stops_only_runs_that_did_nothing_or_wait_for_another() -> None:
     for (state, event), to in TABLE.items():
         if event is RunEvent.CANCEL:
             assert state in NOTHING_DONE | {RunState.FOLLOWING}
@@ -33,12 +34,12 @@ def test_a_cancel_stops_only_what_has_done_nothing_or_waits_for_another_run() ->
     assert INTERRUPTIBLE < STOPS
 
 
-def test_a_handler_that_fails_past_its_commit_point_is_never_called_undone() -> None:
+def test_handler_that_fails_past_its_commit_point_is_never_reported_as_undone() -> None:
     for event in (RunEvent.RAISE, RunEvent.REFUSE):
         assert TABLE[RunState.COMMITTED, event] is RunState.DOUBTFUL
         assert TABLE[RunState.MARKING, event] is RunState.DOUBTFUL
     assert TABLE[RunState.ENTERED, RunEvent.RAISE] is RunState.DOUBTFUL
-    # A caller that leaves hears "no" only where nothing can have happened.
+    # A caller that leaves receives "no" only where nothing can have happened.
     assert not NOTHING_DONE & {
         RunState.MARKING,
         RunState.COMMITTED,
@@ -50,7 +51,9 @@ def test_a_handler_that_fails_past_its_commit_point_is_never_called_undone() -> 
 
 
 @given(st.lists(st.sampled_from(RunEvent), max_size=40))
-def test_once_the_ledger_has_the_commit_point_no_order_of_events_leads_back(events: list[RunEvent]) -> None:
+def test_commit_point_in_the_ledger_is_final_in_every_order_of_events(
+    events: list[RunEvent],
+) -> None:
     state = RunState.COMMITTED
     for event in events:
         state = TABLE.get((state, event), state)
@@ -60,10 +63,17 @@ def test_once_the_ledger_has_the_commit_point_no_order_of_events_leads_back(even
 
 
 @given(st.lists(st.sampled_from(RunEvent), max_size=40))
-def test_a_handler_begins_only_with_a_granted_record(events: list[RunEvent]) -> None:
-    state, granted = RunState.CLAIMING, False
+def test_handler_begins_only_with_a_granted_record(events: list[RunEvent]) -> None:
+    state = RunState.CLAIMING
+    granted = False
     for event in events:
         to = TABLE.get((state, event), state)
         granted = granted or to is RunState.GRANTED
-        assert granted or to in {RunState.CLAIMING, RunState.FOLLOWING, RunState.LEAVING, RunState.UNDONE, RunState.DOUBTFUL}
+        assert granted or to in {
+            RunState.CLAIMING,
+            RunState.FOLLOWING,
+            RunState.LEAVING,
+            RunState.UNDONE,
+            RunState.DOUBTFUL,
+        }
         state = to

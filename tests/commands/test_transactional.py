@@ -1,4 +1,6 @@
-"""`on_crash="transactional"`: effect and record are committed together (B1), over every store that has transactions."""
+"""`on_crash="transactional"`: effect and record are committed together (B1), over every store that
+has transactions.
+"""
 
 import asyncio
 from typing import Any
@@ -31,7 +33,9 @@ from wirecall.ledger.base import Ledger, State
 
 
 @transactional
-async def test_effect_and_record_commit_together(app: App, effects: Effects, ledger: Ledger) -> None:
+async def test_effect_and_record_commit_together(
+    app: App, effects: Effects, ledger: Ledger
+) -> None:
     """B1: until the commit, neither is visible."""
     seen: list[Any] = []
 
@@ -51,8 +55,13 @@ async def test_effect_and_record_commit_together(app: App, effects: Effects, led
 
 
 @transactional
-async def test_a_call_without_a_key_has_its_transaction_too(app: App, effects: Effects, ledger: Ledger) -> None:
-    """B1, P4: a generated key holds the record. Each such call is a new intent, over JSON-RPC and over MCP."""
+async def test_transaction_without_a_key_commits_effect_and_record(
+    app: App, effects: Effects, ledger: Ledger
+) -> None:
+    """B1, P4: a generated key holds the record.
+
+    Each such call is a new intent, over JSON-RPC and over MCP.
+    """
     keys: list[str | None] = []
 
     @app.command(name="charge", on_crash="transactional")
@@ -78,7 +87,7 @@ async def test_a_call_without_a_key_has_its_transaction_too(app: App, effects: E
 
 
 @transactional
-async def test_production_wants_a_key_for_a_transaction_as_for_any_command(new_app: NewApp, effects: Effects) -> None:
+async def test_transaction_requires_a_key_in_production(new_app: NewApp, effects: Effects) -> None:
     """P4: JSON-RPC alone; clients of MCP have none."""
     app = new_app(mode="production")
 
@@ -86,14 +95,19 @@ async def test_production_wants_a_key_for_a_transaction_as_for_any_command(new_a
     async def handler(cents: int, ctx: Context) -> int:
         return await effects.add(ctx, cents)
 
-    assert error(await app.handle(call("charge", {"cents": 5})))["data"]["type"] == "idempotency_key_required"
+    assert (
+        error(await app.handle(call("charge", {"cents": 5})))["data"]["type"]
+        == "idempotency_key_required"
+    )
     async with connect(app, protocol="mcp") as client:
         assert await client.call_tool("charge", {"cents": 5}, key=False, type=int) == 1
     assert effects.all == [5]
 
 
 @transactional
-async def test_a_domain_error_undoes_the_effect_and_is_recorded(app: App, effects: Effects, ledger: Ledger) -> None:
+async def test_domain_error_undoes_the_transaction_and_is_recorded(
+    app: App, effects: Effects, ledger: Ledger
+) -> None:
     """B1, P5."""
 
     @app.command(name="charge", on_crash="transactional")
@@ -108,7 +122,9 @@ async def test_a_domain_error_undoes_the_effect_and_is_recorded(app: App, effect
 
 
 @transactional
-async def test_a_handler_that_fails_leaves_nothing(app: App, effects: Effects, ledger: Ledger) -> None:
+async def test_transaction_of_a_handler_that_fails_leaves_nothing(
+    app: App, effects: Effects, ledger: Ledger
+) -> None:
     """B1: no effect, no record; a retry runs."""
     attempts: list[int] = []
 
@@ -130,12 +146,14 @@ async def test_a_handler_that_fails_leaves_nothing(app: App, effects: Effects, l
 
 @transactional
 @pytest.mark.parametrize("how", ["deadline", "cancel"])
-async def test_a_transaction_that_is_interrupted_leaves_nothing(
+async def test_transaction_that_is_interrupted_leaves_nothing(
     how: str, app: App, effects: Effects, ledger: Ledger, world: World, clock: LoopClock
 ) -> None:
     """B1: until the commit, everything can be undone."""
 
-    @app.command(name="charge", on_crash="transactional", timeout=PATIENCE if how == "deadline" else None)
+    @app.command(
+        name="charge", on_crash="transactional", timeout=PATIENCE if how == "deadline" else None
+    )
     async def handler(cents: int, ctx: Context) -> Any:
         number = await effects.add(ctx, cents)
         world.begun.set()
@@ -161,10 +179,10 @@ async def test_a_transaction_that_is_interrupted_leaves_nothing(
 
 @transactional
 @pytest.mark.parametrize("is_late", [True, False])
-async def test_a_transaction_past_a_commit_point_of_its_own_is_finished(
+async def test_transaction_past_its_own_commit_point_is_finished(
     app: App, effects: Effects, ledger: Ledger, world: World, clock: LoopClock, is_late: bool
 ) -> None:
-    """B1: it may have done something elsewhere, so its caller cannot stop it any more."""
+    """B1: it may have acted in another system, so its caller can no longer stop it."""
 
     runs = []
 
@@ -192,7 +210,7 @@ async def test_a_transaction_past_a_commit_point_of_its_own_is_finished(
 
 
 @transactional
-async def test_other_params_are_a_conflict_in_a_transaction_too(app: App, effects: Effects) -> None:
+async def test_transaction_with_other_params_is_a_conflict(app: App, effects: Effects) -> None:
     @app.command(name="charge", on_crash="transactional")
     async def handler(cents: int, ctx: Context) -> Any:
         return await effects.add(ctx, cents)
@@ -204,7 +222,7 @@ async def test_other_params_are_a_conflict_in_a_transaction_too(app: App, effect
 
 
 @transactional
-async def test_a_transactional_result_that_is_not_stored_is_not_retained(
+async def test_transaction_result_that_is_not_stored_is_not_retained(
     app: App, effects: Effects, ledger: Ledger, store: Store
 ) -> None:
     @app.command(name="charge", on_crash="transactional", retention=100, max_stored_result=100)
@@ -218,16 +236,20 @@ async def test_a_transactional_result_that_is_not_stored_is_not_retained(
     store.age(structs.replace(ID, key="1"), 101)
     for cents in (1, 2, 3):
         refused = error(await app.handle(charge(cents=cents, key=str(cents))))
-        assert (refused["code"], refused["data"]["type"], refused["data"]["ran"]) == (41010, "result_not_retained", "yes")
+        assert (refused["code"], refused["data"]["type"], refused["data"]["ran"]) == (
+            41010,
+            "result_not_retained",
+            "yes",
+        )
     assert effects.all == [1, 2, 3]
 
 
 @transactional
 @pytest.mark.parametrize("state", [State.RUNNING, State.UNKNOWN])
-async def test_a_transaction_respects_a_record_that_another_mode_left(
+async def test_transaction_respects_a_record_that_another_mode_left(
     state: State, app: App, effects: Effects, ledger: Ledger
 ) -> None:
-    """The method was declared otherwise before: what it began is not begun again."""
+    """The method was declared differently before: a command that it began does not begin again."""
 
     @app.command(name="charge", on_crash="transactional", wait=0.1)
     async def handler(cents: int, ctx: Context) -> Any:
@@ -245,7 +267,7 @@ async def test_a_transaction_respects_a_record_that_another_mode_left(
 
 @pytest.mark.parametrize("store", ["postgres"], indirect=True)
 @pytest.mark.parametrize("when", ["before the effect", "after the effect"])
-async def test_a_server_that_dies_in_a_transaction_leaves_nothing_or_everything(
+async def test_transaction_leaves_nothing_or_everything_if_its_server_dies(
     when: str, app: App, effects: Effects, postgres_server: Postgres
 ) -> None:
     """B1: exactly one effect in the end, whatever the first answer was."""

@@ -1,4 +1,6 @@
-"""`on_crash="transactional"`: many transactions at once, and duplicates that wait for an open one (B1)."""
+"""`on_crash="transactional"`: many transactions at once, and duplicates that wait for an open one
+(B1).
+"""
 
 import asyncio
 import sys
@@ -16,7 +18,7 @@ from wirecall.ledger.postgres import transaction as postgres_transaction
 
 
 @transactional
-async def test_of_many_duplicates_one_takes_effect(new_app: NewApp, effects: Effects) -> None:
+async def test_duplicates_at_once_take_effect_once(new_app: NewApp, effects: Effects) -> None:
     """B1, over what counts as three processes."""
     apps = [new_app() for _ in range(3)]
     for each in apps:
@@ -33,7 +35,9 @@ async def test_of_many_duplicates_one_takes_effect(new_app: NewApp, effects: Eff
 
 
 @transactional
-async def test_different_commands_at_once_all_take_effect(new_app: NewApp, effects: Effects) -> None:
+async def test_commands_at_once_with_different_keys_all_take_effect(
+    new_app: NewApp, effects: Effects
+) -> None:
     apps = [new_app() for _ in range(3)]
     for each in apps:
 
@@ -47,7 +51,7 @@ async def test_different_commands_at_once_all_take_effect(new_app: NewApp, effec
     assert effects.all == list(range(15))
 
 
-# --- an open transaction ---------------------------------------------------------------------------------------------
+# --- an open transaction --------------------------------------------------------------------------
 
 only_postgres = pytest.mark.parametrize("store", ["postgres"], indirect=True)
 
@@ -64,11 +68,12 @@ def declare_held(app: App, effects: Effects, world: World, **terms: Any) -> None
 
 
 @transactional
-async def test_a_duplicate_of_an_open_transaction_elsewhere_waits_for_its_commit(
+async def test_duplicate_of_an_open_transaction_in_another_process_waits_for_its_commit(
     new_app: NewApp, effects: Effects, world: World
 ) -> None:
     """B1."""
-    here, there = new_app(), new_app()
+    here = new_app()
+    there = new_app()
     for each in (here, there):
         declare_held(each, effects, world)
     first = asyncio.create_task(here.handle(charge(1)))
@@ -83,11 +88,13 @@ async def test_a_duplicate_of_an_open_transaction_elsewhere_waits_for_its_commit
 
 
 @transactional
-async def test_a_duplicate_of_an_open_transaction_waits_as_long_as_its_method_says(
+async def test_duplicate_of_an_open_transaction_waits_as_long_as_its_method_declares(
     new_app: NewApp, effects: Effects, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Longer than one turn of its store, and not for ever."""
-    here, patient, hasty = new_app(), new_app(), new_app()
+    """Longer than one turn of its store, but not indefinitely."""
+    here = new_app()
+    patient = new_app()
+    hasty = new_app()
     await here.ledger()
     turn = in_short_turns(monkeypatch)
     for each, wait in ((here, 25), (patient, 25), (hasty, 3 * turn)):
@@ -107,7 +114,9 @@ async def test_a_duplicate_of_an_open_transaction_waits_as_long_as_its_method_sa
 
 
 def in_short_turns(monkeypatch: pytest.MonkeyPatch) -> float:
-    """Shorten the turns in which stores wait for a lock, 5 s in SQLite and 1 s in PostgreSQL; gives their length."""
+    """Shorten the turns in which stores wait for a lock (SQLite 5 s, PostgreSQL 1 s); return their
+    length.
+    """
     for name, module in list(sys.modules.items()):
         if name.startswith("wirecall.ledger.sqlite") and hasattr(module, "PATIENCE"):
             monkeypatch.setattr(module, "PATIENCE", 0.2)
@@ -127,11 +136,14 @@ def holding(app: App, effects: Effects, world: World, **terms: Any) -> None:
 
 
 @only_postgres
-async def test_a_short_wait_for_an_open_transaction_is_short(
+async def test_duplicate_of_an_open_transaction_may_have_a_short_wait(
     new_app: NewApp, effects: Effects, world: World, store: Store
 ) -> None:
-    """In SQLite the lock is the file's, and tells not which command has it: there it is 5 s at least."""
-    here, there = new_app(), new_app()
+    """SQLite's lock is the file's, and does not name the command that holds it: there it is 5 s at
+    least.
+    """
+    here = new_app()
+    there = new_app()
     for each in (here, there):
         holding(each, effects, world, wait=0.3)
     first = asyncio.create_task(here.handle(charge(1)))
@@ -171,9 +183,15 @@ async def test_duplicates_that_wait_for_open_transactions_leave_connections_to_o
 
 
 async def eventually_open(store: Store, number: int) -> None:
-    """Until so many transactions have written a record, or wait for one."""
-    statement = "SELECT count(*) FROM pg_stat_activity WHERE xact_start IS NOT NULL AND application_name = 'wirecall'"
-    async with asyncio.timeout(10), await psycopg.AsyncConnection.connect(store.url, autocommit=True) as db:
+    """Wait until so many transactions have written a record, or wait for one."""
+    statement = (
+        "SELECT count(*) FROM pg_stat_activity WHERE xact_start IS NOT NULL "
+        "AND application_name = 'wirecall'"
+    )
+    async with (
+        asyncio.timeout(10),
+        await psycopg.AsyncConnection.connect(store.url, autocommit=True) as db,
+    ):
         while True:
             row = await (await db.execute(statement)).fetchone()
             if row is not None and row[0] >= number:
@@ -182,8 +200,12 @@ async def eventually_open(store: Store, number: int) -> None:
 
 
 @only_postgres
-async def test_a_statement_that_a_failed_handler_left_behind_is_waited_for(store: Store, effects: Effects) -> None:
-    """The server does not probe a session while a caller waits for its answer: the probe would take the answer."""
+async def test_statement_that_a_failed_handler_left_running_is_waited_for(
+    store: Store, effects: Effects
+) -> None:
+    """The server does not probe a session while a caller waits for its answer: the probe would take
+    the answer.
+    """
     left: list[asyncio.Task[Any]] = []
     async with make_app(ledger=f"{store.url}&pool=1") as app:
 
@@ -192,7 +214,7 @@ async def test_a_statement_that_a_failed_handler_left_behind_is_waited_for(store
             if not left:
                 left.append(asyncio.create_task(ctx.db.execute("SELECT pg_sleep(0.05)")))
                 await asyncio.sleep(0.01)
-                time.sleep(0.2)  # noqa: ASYNC251  # the answer is there by now, and is still unread
+                time.sleep(0.2)  # noqa: ASYNC251  # the answer has arrived by now, and is still unread
                 raise psycopg.OperationalError("of another server")
             return await effects.add(ctx, cents)
 
@@ -206,11 +228,14 @@ async def test_a_statement_that_a_failed_handler_left_behind_is_waited_for(store
 
 @transactional
 @pytest.mark.parametrize("how", ["deadline", "hung up", "stop"])
-async def test_a_duplicate_that_waits_for_an_open_transaction_can_be_left(
+async def test_duplicate_that_waits_for_an_open_transaction_can_be_cancelled(
     how: str, new_app: NewApp, effects: Effects, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A duplicate that leaves gets "unknown" about the first call, and an app that stops does not wait for it."""
-    here, there = new_app(), new_app()
+    """A duplicate that leaves gets "unknown" about the first call, and an app that stops does not
+    wait for it.
+    """
+    here = new_app()
+    there = new_app()
     await here.ledger()
     await (await there.ledger()).counts()  # connected: the deadline is for the wait
     in_short_turns(monkeypatch)

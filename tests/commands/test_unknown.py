@@ -1,4 +1,6 @@
-"""`on_crash="unknown"`: a holder that vanished leaves an unknown outcome until it is settled (B2); every ledger."""
+"""`on_crash="unknown"`: a holder that vanished leaves an unknown outcome until it is settled (B2);
+every ledger.
+"""
 
 import asyncio
 from typing import Any
@@ -12,10 +14,10 @@ from wirecall.ledger.base import Ledger, RecordId, State
 from wirecall.server.method import Done, NotDone
 
 
-async def test_a_holder_that_vanished_leaves_an_unknown_outcome(
+async def test_holder_that_vanished_leaves_an_unknown_outcome(
     app: App, ledger: Ledger, store: Store, world: World
 ) -> None:
-    """B2: said aloud, every time, and nothing runs a second time."""
+    """B2: every retry gets an explicit error, and nothing runs a second time."""
     app.command(world.charge)
     record = await vanish(ledger, store)
     for _ in range(3):
@@ -24,7 +26,7 @@ async def test_a_holder_that_vanished_leaves_an_unknown_outcome(
     assert world.effects == []
 
 
-async def test_the_record_of_an_unknown_outcome_is_named_in_full(
+async def test_unknown_outcome_names_its_record_in_full(
     app: App, ledger: Ledger, store: Store, world: World
 ) -> None:
     app.command(world.charge)
@@ -35,7 +37,7 @@ async def test_the_record_of_an_unknown_outcome_is_named_in_full(
     assert refused["data"]["record"] == "alice/charge/order/7"
 
 
-async def test_a_holder_that_vanished_before_its_commit_point_did_nothing(
+async def test_holder_that_vanished_before_its_commit_point_did_nothing(
     app: App, ledger: Ledger, store: Store, world: World
 ) -> None:
     app.command(world.charge)
@@ -43,8 +45,10 @@ async def test_a_holder_that_vanished_before_its_commit_point_did_nothing(
     assert result(await app.handle(charge()))["number"] == 1
 
 
-async def test_a_late_truth_makes_an_unknown_outcome_definite(app: App, ledger: Ledger, store: Store, world: World) -> None:
-    """B2: the old holder comes back."""
+async def test_unknown_outcome_ends_when_its_holder_reports(
+    app: App, ledger: Ledger, store: Store, world: World
+) -> None:
+    """B2: the old holder returns."""
     app.command(world.charge)
     record = await vanish(ledger, store)
     is_unknown(error(await app.handle(charge())), record)
@@ -55,11 +59,14 @@ async def test_a_late_truth_makes_an_unknown_outcome_definite(app: App, ledger: 
     assert world.effects == []
 
 
-async def test_a_paused_holder_comes_back_with_the_truth(
+async def test_unknown_outcome_is_replaced_by_the_answer_of_a_paused_holder(
     new_app: NewApp, ledger: Ledger, store: Store, world: World
 ) -> None:
-    """B2: its caller gets the true answer, the retry in between gets "unknown", the next one gets the answer too."""
-    here, there = new_app(), new_app()
+    """B2: its caller gets the true answer, the retry in between gets "unknown", the next one gets
+    the answer too.
+    """
+    here = new_app()
+    there = new_app()
     here.command(name="charge")(world.held_after)
     there.command(name="charge")(world.charge)
     first = asyncio.create_task(here.handle(charge()))
@@ -72,7 +79,9 @@ async def test_a_paused_holder_comes_back_with_the_truth(
     assert world.effects == [5]
 
 
-async def test_an_operator_resolves_a_command_as_done(app: App, ledger: Ledger, store: Store, world: World) -> None:
+async def test_operator_resolves_a_command_as_done(
+    app: App, ledger: Ledger, store: Store, world: World
+) -> None:
     app.command(world.charge)
     await vanish(ledger, store)
     await app.handle(charge())
@@ -81,7 +90,9 @@ async def test_an_operator_resolves_a_command_as_done(app: App, ledger: Ledger, 
     assert world.effects == []
 
 
-async def test_an_operator_resolves_a_command_as_not_done(app: App, ledger: Ledger, store: Store, world: World) -> None:
+async def test_operator_resolves_a_command_as_not_done(
+    app: App, ledger: Ledger, store: Store, world: World
+) -> None:
     app.command(world.charge)
     await vanish(ledger, store)
     await app.handle(charge())

@@ -1,15 +1,16 @@
-"""Ways of a call to an app: every transport, with a caller that hears the answer, or leaves before it comes.
+"""Transports of a call to an app: each has a caller that reads the answer, or leaves before it
+arrives.
 
     app = new_app(**known("2025-11-25"))
     wire = await wires("2025-11-25", app)
     lost = wire.send("charge", {"cents": 5})
-    ...                                         # until the handler stands where the test wants it
+    ...                                         # until the handler is where the test wants it
     await lost.leave()
-    told = await wire.call("charge", {"cents": 5})
+    answer = await wire.call("charge", {"cents": 5})
 
-A wire is one caller that the app knows (`known`): over /rpc and at 2026-07-28 an authenticated one, in the older revisions a
-session, on a pipe its one peer. `leave` ends the connection, as a client that is killed does; the next call of a pipe goes
-through a new one.
+A wire is one caller that the app knows (`known`): over /rpc and at 2026-07-28 an authenticated one,
+in the older revisions a session, on a pipe its one peer. `leave` ends the connection, as a client
+that is killed does; the next call of a pipe uses a new one.
 """
 
 import asyncio
@@ -22,14 +23,27 @@ from itertools import count
 from typing import Any, NamedTuple, TypeAlias
 
 from tests.calls import read
-from tests.mcp.asgi import BASIC, PATIENCE, R5, REVISIONS, Exchange, HttpClient, envelope, hello, notification, request
+from tests.mcp.asgi import (
+    BASIC,
+    PATIENCE,
+    R5,
+    REVISIONS,
+    Asgi,
+    Exchange,
+    HttpClient,
+    envelope,
+    hello,
+    notification,
+    request,
+)
 from wirecall import App
 from wirecall.transports.stdio import serve_streams
 
 RECOGNISED = "io.wirecall/recognised"
 REPLAYED = "io.wirecall/replayed"
 
-# In memory, plain JSON-RPC over HTTP and on a pipe, and every revision of MCP over HTTP and on a pipe.
+# In memory, plain JSON-RPC over HTTP and on a pipe, and every revision of MCP over HTTP and on a
+# pipe.
 HTTP = ("/rpc", *REVISIONS)
 STATELESS = ("/rpc", R5)
 PIPES = ("pipe", *(f"pipe {revision}" for revision in REVISIONS))
@@ -52,7 +66,8 @@ def told_of(answer: Any, *, is_replayed: bool = False) -> Told:
     result = answer["result"]
     if not isinstance(result, dict) or "content" not in result:
         return Told(result, is_replayed=is_replayed)
-    marks, text = result.get("_meta", {}), result["content"][0]["text"]
+    marks = result.get("_meta", {})
+    text = result["content"][0]["text"]
     if result.get("isError"):
         error = marks.get("io.wirecall/error") or text
         return Told(None, error, marks.get(REPLAYED, False), marks.get(RECOGNISED, False))
@@ -61,7 +76,10 @@ def told_of(answer: Any, *, is_replayed: bool = False) -> Told:
 
 
 class Sent:
-    """A call on its way. After `pause` the caller reads nothing: a long answer is then written in part, until `is_full`."""
+    """A pending call.
+
+    After `pause` the caller reads nothing: a long answer is written until `is_full`.
+    """
 
     def __init__(
         self,
@@ -70,7 +88,10 @@ class Sent:
         pause: Callable[[], None] = lambda: None,
         is_full: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
-        self._told, self.leave, self.pause, self._is_full = told, leave, pause, is_full
+        self._told = told
+        self.leave = leave
+        self.pause = pause
+        self._is_full = is_full
 
     async def is_full(self) -> None:
         """Wait until the server waits for the caller to read."""
@@ -85,13 +106,13 @@ class Sent:
 
 
 class Wire:
-    """The way of one caller."""
+    """The transport of one caller."""
 
     def __init__(self) -> None:
         self.ids = count(1)
 
     async def open(self) -> None:
-        """Get to where calls can be sent."""
+        """Connect, until calls can be sent."""
 
     def send(self, method: str, params: Any = None, *, id: int | None = None) -> Sent:
         return self.post(self.message(method, params, next(self.ids) if id is None else id))
@@ -120,7 +141,8 @@ class MemoryWire(Wire):
 
     def __init__(self, app: App, caller: str) -> None:
         super().__init__()
-        self._app, self._caller = app, caller
+        self._app = app
+        self._caller = caller
 
     def post(self, message: Any) -> Sent:
         replayed: list[Any] = []
@@ -146,19 +168,24 @@ class RpcWire(Wire):
 
     def __init__(self, app: App, caller: str) -> None:
         super().__init__()
-        self._asgi = app.asgi()
+        self.asgi: Asgi = app.asgi()
         self._headers = {**BASIC, **({"caller": caller} if caller else {})}
         self._exchanges: list[Exchange] = []
 
     def post(self, message: Any) -> Sent:
-        exchange = Exchange(self._asgi, "POST", self._headers, json.dumps(message).encode(), path="/rpc")
+        exchange = Exchange(
+            self.asgi, "POST", self._headers, json.dumps(message).encode(), path="/rpc"
+        )
         self._exchanges.append(exchange)
 
         async def told() -> Any:
             answer = await (await exchange.started()).json()
             replayed = json.loads(exchange.header("idempotent-replayed") or "false")
             if isinstance(answer, list):
-                return [told_of(each, is_replayed=bool(replayed) and each["id"] in replayed) for each in answer]
+                return [
+                    told_of(each, is_replayed=bool(replayed) and each["id"] in replayed)
+                    for each in answer
+                ]
             return told_of(answer, is_replayed=replayed)
 
         return over_http(exchange, told)
@@ -181,7 +208,9 @@ class McpWire(Wire):
 
     def __init__(self, app: App, revision: str, caller: str) -> None:
         super().__init__()
-        self.client = HttpClient(app.asgi(), revision, headers={"caller": caller} if caller else None)
+        self.client = HttpClient(
+            app.asgi(), revision, headers={"caller": caller} if caller else None
+        )
 
     async def open(self) -> None:
         await self.client.open()
@@ -210,7 +239,8 @@ class PipeWire(Wire):
 
     def __init__(self, app: App, revision: str) -> None:
         super().__init__()
-        self._app, self._revision = app, revision
+        self._app = app
+        self._revision = revision
         self._served: list[asyncio.Task[None]] = []
         self._transport: asyncio.ReadTransport | None = None
         self._waiting: dict[str, asyncio.Future[Any]] = {}
@@ -228,7 +258,9 @@ class PipeWire(Wire):
 
         async def serve() -> None:
             try:
-                await serve_streams(self._app._connect, reader, writer, grace=PATIENCE, limits=self._app.limits)
+                await serve_streams(
+                    self._app._connect, reader, writer, grace=PATIENCE, limits=self._app.limits
+                )
             finally:
                 os.close(reader)
                 os.close(writer)
@@ -247,21 +279,26 @@ class PipeWire(Wire):
         if not self._revision:
             return request(method, params, id)
         named = {"name": method, "arguments": params or {}}
-        return request("tools/call", {**named, **({"_meta": envelope()} if self._revision == R5 else {})}, id)
+        return request(
+            "tools/call", {**named, **({"_meta": envelope()} if self._revision == R5 else {})}, id
+        )
 
     def post(self, message: Any) -> Sent:
         answered = self._exchange(message)
 
         async def told() -> Any:
             answer = await answered
-            return [told_of(each) for each in answer] if isinstance(answer, list) else told_of(answer)
+            return (
+                [told_of(each) for each in answer] if isinstance(answer, list) else told_of(answer)
+            )
 
         transport = self._transport
         assert transport is not None
 
         async def is_full() -> None:
             pipe = transport.get_extra_info("pipe")
-            await asyncio.to_thread(select.select, [pipe], [], [], PATIENCE)  # a part has come, and the pipe holds no more
+            # A part arrived, the pipe is full.
+            await asyncio.to_thread(select.select, [pipe], [], [], PATIENCE)
 
         return Sent(told, self.leave, transport.pause_reading, is_full)
 
@@ -271,7 +308,10 @@ class PipeWire(Wire):
         self._transport.close()
 
     async def leave(self) -> None:
-        """Both ends are closed, as those of a process that is killed. The next call needs `open`."""
+        """Both ends are closed, as those of a process that is killed.
+
+        The next call needs `open`.
+        """
         assert self._transport is not None
         os.close(self._stdin)
         self._transport.close()
@@ -298,8 +338,10 @@ class PipeWire(Wire):
 
 
 def _name(message: Any) -> str:
-    """The part that a message and its answer have in common."""
-    return json.dumps([each["id"] for each in message] if isinstance(message, list) else message["id"])
+    """The common part of a message and its answer."""
+    return json.dumps(
+        [each["id"] for each in message] if isinstance(message, list) else message["id"]
+    )
 
 
 def make_wire(way: str, app: App, caller: str) -> Wire:
@@ -321,7 +363,10 @@ def authenticate(headers: Any) -> str | None:
 
 
 def known(way: str) -> dict[str, Any]:
-    """Options of an app that knows the callers of a way. Those of stateless HTTP are anonymous unless authenticated."""
+    """Options of an app that knows its callers.
+
+    Stateless ones are anonymous unless authenticated.
+    """
     return {"authenticate": authenticate} if way in STATELESS else {}
 
 

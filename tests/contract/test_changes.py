@@ -24,7 +24,10 @@ def app(declare: Declare) -> App:
 
 def found(old: Declare, new: Declare) -> set[tuple[str, str, str]]:
     """The changes of the methods."""
-    both = [msgspec.structs.replace(of_app(app(each)), tools=None, resources=None, templates=None) for each in (old, new)]
+    both = [
+        msgspec.structs.replace(of_app(app(each)), tools=None, resources=None, templates=None)
+        for each in (old, new)
+    ]
     return {(change.level, change.place, change.text) for change in changes(*both)}
 
 
@@ -114,14 +117,62 @@ def loose() -> Maybe:
         (query(many), query(few), "breaking", "method f, argument a", 'no longer accepts "y"'),
         (query(one), query(wider), "breaking", "method f, result", "may be string now"),
         (query(flat), query(loose), "breaking", "method f, result x", "may be missing now"),
-        (query(one), command(one, destructive=False), "breaking", "method f", "may change data now"),
-        (command(one, destructive=False), command(one), "breaking", "method f", "may destroy data now"),
-        (command(one, idempotent=True), command(one), "breaking", "method f", "can no longer be repeated"),
-        (command(one), command(one, key="ask"), "breaking", "method f", "an idempotency key is required now"),
-        (command(one), query(one), "breaking", "method f", "an idempotency key is no longer accepted"),
-        (query(two), query(swapped), "breaking", "method f", "the order of its params was a, b and is b, a"),
-        (query(one, open_world=False), query(one), "careful", "method f", "reaches beyond the server now"),
-        (query(optional), query(default), "careful", "method f, argument b", "its default was 2 and is 3"),
+        (
+            query(one),
+            command(one, destructive=False),
+            "breaking",
+            "method f",
+            "may change data now",
+        ),
+        (
+            command(one, destructive=False),
+            command(one),
+            "breaking",
+            "method f",
+            "may destroy data now",
+        ),
+        (
+            command(one, idempotent=True),
+            command(one),
+            "breaking",
+            "method f",
+            "can no longer be repeated",
+        ),
+        (
+            command(one),
+            command(one, key="ask"),
+            "breaking",
+            "method f",
+            "an idempotency key is required now",
+        ),
+        (
+            command(one),
+            query(one),
+            "breaking",
+            "method f",
+            "an idempotency key is no longer accepted",
+        ),
+        (
+            query(two),
+            query(swapped),
+            "breaking",
+            "method f",
+            "the order of its params was a, b and is b, a",
+        ),
+        (
+            query(one, open_world=False),
+            query(one),
+            "careful",
+            "method f",
+            "reaches beyond the server now",
+        ),
+        (
+            query(optional),
+            query(default),
+            "careful",
+            "method f, argument b",
+            "its default was 2 and is 3",
+        ),
         (query(one), query(one, title="T"), "careful", "methods/f/summary", "the text changed"),
         (lambda app: None, query(one), "fine", "method f", "is new"),
         (query(one), query(optional), "fine", "method f, argument b", "is new, and optional"),
@@ -129,11 +180,23 @@ def loose() -> Maybe:
         (query(few), query(many), "fine", "method f, argument a", 'also accepts "y"'),
         (query(flat), query(deep), "fine", "method f, result y", "is new"),
         (query(loose), query(flat), "fine", "method f, result x", "is always present now"),
-        (command(one, key="ask"), command(one), "fine", "method f", "an idempotency key is optional now"),
-        (command(one), command(one, destructive=False), "fine", "method f", "no longer destroys data"),
+        (
+            command(one, key="ask"),
+            command(one),
+            "fine",
+            "method f",
+            "an idempotency key is optional now",
+        ),
+        (
+            command(one),
+            command(one, destructive=False),
+            "fine",
+            "method f",
+            "no longer destroys data",
+        ),
     ],
 )
-def test_a_change_has_a_level(old: Declare, new: Declare, level: str, place: str, text: str) -> None:
+def test_change_has_a_level(old: Declare, new: Declare, level: str, place: str, text: str) -> None:
     told = found(old, new)
     assert (level, place, text) in told
     if level != "breaking":
@@ -141,15 +204,20 @@ def test_a_change_has_a_level(old: Declare, new: Declare, level: str, place: str
     assert found(old, old) == found(new, new) == set()
 
 
-def test_an_error_code_that_means_something_else_breaks_callers() -> None:
+def test_error_code_that_means_something_else_breaks_callers() -> None:
     contract = of_app(app(query(one)))
     assert contract.methods is not None
 
     def stating(errors: dict[str, str]) -> Contract:
-        methods = {"f": msgspec.structs.replace(contract.methods["f"], errors=errors)} if contract.methods else {}
+        methods = (
+            {"f": msgspec.structs.replace(contract.methods["f"], errors=errors)}
+            if contract.methods
+            else {}
+        )
         return msgspec.structs.replace(contract, methods=methods)
 
-    before, after = stating({"1": "no money", "2": "gone"}), stating({"1": "no stock", "3": "late"})
+    before = stating({"1": "no money", "2": "gone"})
+    after = stating({"1": "no stock", "3": "late"})
     assert [(change.level, change.text) for change in changes(before, after)] == [
         ("breaking", 'error 1 meant "no money" and means "no stock"'),
         ("careful", "error 3 is new"),
@@ -168,7 +236,10 @@ def test_tools_prompts_and_resources_are_part_of_the_contract() -> None:
         app.prompt(name="greet")(lambda name, tone: name)
         app.resource("shop://a", mime_type="text/html")(lambda: "a")
 
-    told = {(change.level, change.place, change.text) for change in changes(of_app(app(old)), of_app(app(new)))}
+    told = {
+        (change.level, change.place, change.text)
+        for change in changes(of_app(app(old)), of_app(app(new)))
+    }
     assert {
         ("breaking", "tool text, argument a", "no longer accepts string"),
         ("breaking", "prompt greet, argument tone", "is required now"),
@@ -176,7 +247,7 @@ def test_tools_prompts_and_resources_are_part_of_the_contract() -> None:
     } <= told
 
 
-def test_a_client_reads_the_contract_that_the_app_states() -> None:
+def test_client_reads_the_contract_that_the_app_states() -> None:
     def declare(app: App) -> None:
         app.query(name="flat")(flat)
         app.command(name="deep", key="ask")(deep)
@@ -190,16 +261,21 @@ def test_a_client_reads_the_contract_that_the_app_states() -> None:
             return await of_client(client)
 
     stated = of_app(served)
-    rpc, mcp = asyncio.run(read("jsonrpc")), asyncio.run(read("mcp"))
+    rpc = asyncio.run(read("jsonrpc"))
+    mcp = asyncio.run(read("mcp"))
     assert rpc is not None
     assert mcp is not None
     assert rpc.methods == stated.methods
-    assert (mcp.tools, mcp.prompts, mcp.templates) == (stated.tools, stated.prompts, stated.templates)
+    assert (mcp.tools, mcp.prompts, mcp.templates) == (
+        stated.tools,
+        stated.prompts,
+        stated.templates,
+    )
     assert (mcp.methods, rpc.tools) == (None, None)
     assert rpc.descriptions | mcp.descriptions == stated.descriptions
 
 
-async def test_an_odd_document_of_a_server_is_read() -> None:
+async def test_odd_document_of_a_server_is_read() -> None:
     schema = {"$ref": "#/components/schemas/a", "$defs": [1]}
     odd = {
         "name": "f",
@@ -221,14 +297,15 @@ async def test_an_odd_document_of_a_server_is_read() -> None:
     assert read.methods["f"].result == {"$ref": "#/$defs/a", "$defs": {"a": {"type": "null"}}}
 
 
-def test_the_digest_is_that_of_the_offers() -> None:
-    titled, other = of_app(app(query(one, title="T"))), of_app(app(query(two)))
+def test_digest_covers_the_offers() -> None:
+    titled = of_app(app(query(one, title="T")))
+    other = of_app(app(query(two)))
     assert of_app(app(query(one))).digest == titled.digest != other.digest
     assert sealed(titled) == titled
     assert titled.canonical() == of_app(app(query(one, title="T"))).canonical()
 
 
-def test_the_order_of_declarations_does_not_count() -> None:
+def test_order_of_declarations_does_not_count() -> None:
     def first(app: App) -> None:
         app.query(name="x")(one)
         app.query(name="y")(two)
@@ -244,5 +321,8 @@ def test_assert_contract(tmp_path: Any) -> None:
     path = tmp_path / "contract.json"
     path.write_bytes(of_app(app(query(one))).canonical())
     assert_contract(app(query(optional)), path)
-    with pytest.raises(AssertionError, match=r"method f, argument b: is required now(?s:.*)fix: keep the old contract, or"):
+    with pytest.raises(
+        AssertionError,
+        match=r"method f, argument b: is required now(?s:.*)fix: keep the old contract, or",
+    ):
         assert_contract(app(query(two)), path)

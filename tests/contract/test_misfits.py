@@ -1,4 +1,6 @@
-"""The comparison of schemas, with jsonschema as the judge: a value that was accepted and is refused is a misfit."""
+"""The comparison of schemas, with jsonschema as the judge: a value that was accepted and is refused
+is a misfit.
+"""
 
 import copy
 from collections.abc import Callable
@@ -9,71 +11,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
+from tests.contract.schemas import NAMES, SCALARS, SIMPLE, schemas
 from tests.size import sized
-from wirecall.contract.changes import misfits
+from wirecall.contract.misfits import misfits
 from wirecall.protocol.messages import JsonObject
 
-NAMES = ("a", "b", "c")
-SCALARS: st.SearchStrategy[Any] = st.one_of(
-    st.none(), st.booleans(), st.integers(-4, 4), st.sampled_from([0.5, 1.0, -2.5]), st.sampled_from(["", "x", "xy", "123"])
-)
 ANYTHING = st.recursive(
     SCALARS,
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=2)
+    ),
     max_leaves=4,
 )
-SMALL = st.integers(0, 3)
-
-
-def some_of(kind: str, **words: st.SearchStrategy[Any]) -> st.SearchStrategy[JsonObject]:
-    """A type with some of these keywords."""
-    return st.fixed_dictionaries({"type": st.just(kind)}, optional=words)
-
-
-SIMPLE: st.SearchStrategy[JsonObject] = st.one_of(
-    st.sampled_from([{}, {"type": "null"}, {"type": "boolean"}, {"type": ["string", "null"]}]),
-    some_of("integer", minimum=SMALL, maximum=SMALL, exclusiveMinimum=SMALL, multipleOf=st.sampled_from([1, 2])),
-    some_of("number", minimum=SMALL, maximum=SMALL, exclusiveMaximum=SMALL),
-    some_of("string", minLength=SMALL, maxLength=SMALL, pattern=st.sampled_from(["x", "^1"])),
-    st.lists(SCALARS, min_size=1, max_size=3).map(lambda values: {"enum": values}),
-    SCALARS.map(lambda value: {"const": value}),
-)
-
-
-def schemas(*, closed: bool = True) -> st.SearchStrategy[JsonObject]:
-    """Schemas with references, alternatives, lists and objects; `closed` ones may refuse further members."""
-
-    def deeper(inner: st.SearchStrategy[JsonObject]) -> st.SearchStrategy[JsonObject]:
-        ends: list[Any] = [True] if not closed else [True, False]
-        objects = some_of(
-            "object",
-            properties=st.dictionaries(st.sampled_from(NAMES), inner, max_size=3),
-            required=st.lists(st.sampled_from(NAMES), unique=True, max_size=2),
-            additionalProperties=st.sampled_from(ends) | inner,
-            minProperties=SMALL,
-        )
-        arrays = some_of(
-            "array",
-            items=inner,
-            minItems=SMALL,
-            maxItems=SMALL,
-            uniqueItems=st.booleans(),
-            prefixItems=st.lists(inner, min_size=1, max_size=2),
-        )
-        joined = st.sampled_from(["anyOf", "oneOf", "allOf"])
-        several = st.tuples(joined, st.lists(inner, min_size=1, max_size=3)).map(lambda pair: {pair[0]: pair[1]})
-        both = st.tuples(inner, several).map(lambda pair: {**pair[0], **pair[1]})
-        return objects | arrays | several | both | inner.map(lambda each: {"not": each})
-
-    return st.recursive(SIMPLE, deeper, max_leaves=5)
 
 
 def parts(schema: Any) -> list[JsonObject]:
     """A schema, and all schemas inside it."""
     if not isinstance(schema, dict):
         return []
-    inside = [*schema.get("properties", {}).values(), schema.get("items"), schema.get("additionalProperties")]
-    inside += [each for word in ("anyOf", "oneOf", "allOf", "prefixItems") for each in schema.get(word, [])]
+    inside = [
+        *schema.get("properties", {}).values(),
+        schema.get("items"),
+        schema.get("additionalProperties"),
+    ]
+    inside += [
+        each for word in ("anyOf", "oneOf", "allOf", "prefixItems") for each in schema.get(word, [])
+    ]
     return [schema, *(part for each in inside for part in parts(each))]
 
 
@@ -97,11 +60,18 @@ def accepts(schema: JsonObject, value: object) -> bool:
 
 def argument(schema: JsonObject) -> JsonObject:
     """The params of a method with one argument of a type."""
-    return {"type": "object", "properties": {"x": schema}, "required": ["x"], "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": {"x": schema},
+        "required": ["x"],
+        "additionalProperties": False,
+    }
 
 
 def has_open_members(schema: Any) -> bool:
-    """Whether an object states members and leaves open whether it has more: rule 1 says that callers send none."""
+    """Whether an object states members and leaves open whether it has more: rule 1 says that
+    callers send none.
+    """
     if isinstance(schema, list):
         return any(map(has_open_members, schema))
     if not isinstance(schema, dict):
@@ -118,7 +88,9 @@ def test_equal_schemas_fit(schema: JsonObject) -> None:
 
 @settings(max_examples=sized(small=60, full=600))
 @given(edited() | st.tuples(schemas(), schemas()), st.lists(ANYTHING, min_size=5, max_size=15))
-def test_params_that_were_accepted_and_are_refused_are_found(both: tuple[Any, Any], values: list[Any]) -> None:
+def test_params_that_were_accepted_and_are_refused_are_found(
+    both: tuple[Any, Any], values: list[Any]
+) -> None:
     old, new = both
     if has_open_members(old):
         return
@@ -128,7 +100,9 @@ def test_params_that_were_accepted_and_are_refused_are_found(both: tuple[Any, An
 
 @settings(max_examples=sized(small=60, full=600))
 @given(edited(closed=False), st.lists(ANYTHING, min_size=5, max_size=15))
-def test_results_that_the_old_type_does_not_admit_are_found(both: tuple[Any, Any], values: list[Any]) -> None:
+def test_results_that_the_old_type_does_not_admit_are_found(
+    both: tuple[Any, Any], values: list[Any]
+) -> None:
     old, new = both
     if has_open_members(new):
         return
@@ -157,8 +131,14 @@ WIDER: list[tuple[Any, Any]] = [
     ({"type": "string"}, {"oneOf": [{"type": "string"}, {"type": "null"}]}),
     ({"type": "string"}, {}),
     ({"type": "string"}, True),
-    ({"type": "array", "items": {"type": "integer"}}, {"type": "array", "items": {"type": "number"}}),
-    ({"type": "array", "prefixItems": [{"const": 1}], "items": False}, {"type": "array", "items": {"type": "integer"}}),
+    (
+        {"type": "array", "items": {"type": "integer"}},
+        {"type": "array", "items": {"type": "number"}},
+    ),
+    (
+        {"type": "array", "prefixItems": [{"const": 1}], "items": False},
+        {"type": "array", "items": {"type": "integer"}},
+    ),
     (
         {"type": "object", "additionalProperties": {"const": 1}},
         {"type": "object", "additionalProperties": {"type": "integer"}},
@@ -170,26 +150,40 @@ WIDER: list[tuple[Any, Any]] = [
 
 
 @pytest.mark.parametrize(("narrow", "wide"), WIDER)
-def test_a_wider_type_of_an_argument_fits_and_a_narrower_one_does_not(narrow: Any, wide: Any) -> None:
+def test_wider_type_of_an_argument_fits_and_a_narrower_one_does_not(narrow: Any, wide: Any) -> None:
     assert misfits(argument(narrow), argument(wide), is_result=False) == []
     assert misfits(argument(wide), argument(narrow), is_result=False)
 
 
 def test_alternatives_that_exclude_each_other() -> None:
     old = {"oneOf": [{"const": None}, {"const": 1}]}
-    assert misfits(argument(old), argument({"oneOf": [{"const": None}, {"const": 1}, {}]}), is_result=False)
+    assert misfits(
+        argument(old), argument({"oneOf": [{"const": None}, {"const": 1}, {}]}), is_result=False
+    )
 
 
 def places(old: JsonObject, new: JsonObject, *, is_result: bool = False) -> list[tuple[str, str]]:
     return [(misfit.place, misfit.kind) for misfit in misfits(old, new, is_result=is_result)]
 
 
-def test_the_place_of_a_misfit() -> None:
+def test_const_and_enum_beside_it_both_apply() -> None:
+    null = {"anyOf": [{"const": None}]}
+    assert misfits(argument(null), argument({**null, "enum": [False]}), is_result=False)
+    assert misfits(argument(null), argument({"const": None, "enum": [0, False]}), is_result=False)
+    assert misfits(argument(null), argument({**null, "enum": [None, 1]}), is_result=False) == []
+
+
+def test_place_of_a_misfit() -> None:
     def order(**item: Any) -> JsonObject:
-        items = {"type": "array", "items": {"type": "object", "properties": item, "required": list(item)}}
+        items = {
+            "type": "array",
+            "items": {"type": "object", "properties": item, "required": list(item)},
+        }
         return argument({"type": "object", "properties": {"items": items}})
 
-    assert places(order(sku={"type": "string"}), order(sku={"type": "integer"})) == [("x.items[].sku", "value")]
+    assert places(order(sku={"type": "string"}), order(sku={"type": "integer"})) == [
+        ("x.items[].sku", "value")
+    ]
     assert places(order(), order(sku={})) == [("x.items[].sku", "required")]
     assert places(order(sku={}, size={}), order(sku={})) == [("x.items[].size", "gone")]
 
@@ -214,13 +208,19 @@ def test_members_of_results() -> None:
     assert places({**one, "required": []}, one, is_result=True) == [("a", "required")]
 
 
-def test_a_type_that_refers_to_itself() -> None:
+def test_type_that_refers_to_itself() -> None:
     def tree(leaf: str) -> JsonObject:
-        node = {"type": "object", "properties": {"value": {"type": leaf}, "next": {"$ref": "#/$defs/Node"}}}
+        node = {
+            "type": "object",
+            "properties": {"value": {"type": leaf}, "next": {"$ref": "#/$defs/Node"}},
+        }
         return {"$ref": "#/$defs/Node", "$defs": {"Node": node}}
 
     assert places(tree("integer"), tree("number"), is_result=True) == []
-    assert places(tree("number"), tree("integer"), is_result=True) == [("value", "value"), ("next.value", "value")]
+    assert places(tree("number"), tree("integer"), is_result=True) == [
+        ("value", "value"),
+        ("next.value", "value"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -260,20 +260,46 @@ NUMBERS = [str(number) for number in range(MANY)]
 # Made when they are needed: they are large, and every test process imports this module.
 LARGE: dict[str, Callable[[], tuple[JsonObject, JsonObject]]] = {
     "members": lambda: (
-        {"type": "object", "properties": {number: {"type": "string"} for number in NUMBERS}, "required": NUMBERS},
-        {"type": "object", "properties": {number: {"type": "null"} for number in NUMBERS}, "required": NUMBERS},
+        {
+            "type": "object",
+            "properties": {number: {"type": "string"} for number in NUMBERS},
+            "required": NUMBERS,
+        },
+        {
+            "type": "object",
+            "properties": {number: {"type": "null"} for number in NUMBERS},
+            "required": NUMBERS,
+        },
     ),
     "listed values": lambda: ({"enum": NUMBERS}, {"enum": [f"{number} x" for number in NUMBERS]}),
-    "alternatives": lambda: ({"oneOf": [{"const": number} for number in NUMBERS]}, {"oneOf": [{"const": None}] * MANY}),
+    "alternatives": lambda: (
+        {"oneOf": [{"const": number} for number in NUMBERS]},
+        {"oneOf": [{"const": None}] * MANY},
+    ),
     "parts": lambda: ({}, {"allOf": [{"properties": {number: {}}} for number in NUMBERS]}),
-    "tags": lambda: ({}, {"oneOf": [tagged([f"{part} {number}" for number in NUMBERS]) for part in ("a", "b")]}),
+    "tags": lambda: (
+        {},
+        {"oneOf": [tagged([f"{part} {number}" for number in NUMBERS]) for part in ("a", "b")]},
+    ),
     "references": lambda: (
-        {"$ref": "#/$defs/0", "$defs": {str(at): {"anyOf": [{"$ref": f"#/$defs/{at + 1}"}] * 2} for at in range(50)}},
+        {
+            "$ref": "#/$defs/0",
+            "$defs": {str(at): {"anyOf": [{"$ref": f"#/$defs/{at + 1}"}] * 2} for at in range(50)},
+        },
         {"type": "null"},
     ),
-    "a pattern that takes exponential time": lambda: ({"const": "a" * 50 + "!"}, {"type": "string", "pattern": "^(a+)+$"}),
-    "a repetition that cannot be": lambda: ({"const": "a"}, {"type": "string", "pattern": "a{99999999999}"}),
-    "multiples of nothing": lambda: ({"type": "integer", "multipleOf": 4}, {"type": "integer", "multipleOf": 0}),
+    "a pattern that takes exponential time": lambda: (
+        {"const": "a" * 50 + "!"},
+        {"type": "string", "pattern": "^(a+)+$"},
+    ),
+    "a repetition that cannot be": lambda: (
+        {"const": "a"},
+        {"type": "string", "pattern": "a{99999999999}"},
+    ),
+    "multiples of nothing": lambda: (
+        {"type": "integer", "multipleOf": 4},
+        {"type": "integer", "multipleOf": 0},
+    ),
     "depth": lambda: (deep({"type": "string"}), deep({"type": "null"})),
 }
 
@@ -284,6 +310,8 @@ def test_schemas_that_cannot_be_compared_do_not_fit(name: str) -> None:
     assert misfits(old, new, is_result=True)
 
 
-def test_a_long_list_of_values_can_change() -> None:
+def test_long_list_of_values_can_change() -> None:
     old = NUMBERS[:10_000]
-    assert [misfit.shown for misfit in misfits({"enum": [*old, "new"]}, {"enum": old}, is_result=True)] == ['"new"']
+    assert [
+        misfit.shown for misfit in misfits({"enum": [*old, "new"]}, {"enum": old}, is_result=True)
+    ] == ['"new"']

@@ -1,7 +1,8 @@
 """The long run: `python -m tests.crash --kills 10000 --seed 1 --ledger all`.
 
-Random cells of the matrix, kills at random moments, retries that are killed as well, retries that compete; all
-from one seed. Ends with a table, and with code 1 if any answer or any number of effects was wrong.
+Random cells of the matrix, kills at random moments, retries that are killed as well, retries that
+compete; all from one seed. Ends with a table, and with code 1 if any answer or any number of
+effects was wrong.
 """
 
 import argparse
@@ -23,7 +24,8 @@ SERVERS = {"redis_server": Redis, "cluster_server": RedisCluster, "postgres_serv
 
 def main() -> int:
     options = _options()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are ended in this case too
+    # So that the servers end in this case too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     ledgers = DURABLE if options.ledger == "all" else (options.ledger,)
     print(f"seed {options.seed}, {options.kills} kills, ledgers: {', '.join(ledgers)}", flush=True)
     run = Run(options.kills, options.seconds)
@@ -40,10 +42,11 @@ def main() -> int:
 
 
 class Run:
-    """The stories so far, and whether there are to be more."""
+    """The stories so far, and whether the run continues."""
 
     def __init__(self, kills: int, seconds: float) -> None:
-        self._most, self._seconds = kills, seconds
+        self._most = kills
+        self._seconds = seconds
         self._began = self._shown = time.monotonic()
         self.stories: list[Story] = []
         self.wrong: list[Story] = []
@@ -71,9 +74,13 @@ class Run:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m tests.crash", description="Kill processes, and check their successors.")
+    parser = argparse.ArgumentParser(
+        "python -m tests.crash", description="Kill processes, and check their successors."
+    )
     parser.add_argument("--kills", type=int, default=10_000, help="how many, about")
-    parser.add_argument("--seed", type=int, default=random.randrange(1 << 32), help="repeats the choices of a run")
+    parser.add_argument(
+        "--seed", type=int, default=random.randrange(1 << 32), help="repeats the choices of a run"
+    )
     parser.add_argument("--ledger", choices=(*DURABLE, "cluster", "all"), default="all")
     parser.add_argument("--workers", type=int, default=8, help="keys at a time")
     parser.add_argument("--seconds", type=float, default=3600, help="begin nothing new after that")
@@ -92,8 +99,12 @@ def _bench(kind: str, folder: Path, stack: ExitStack) -> Bench:
 
 
 def _report(run: Run, log: str) -> int:
-    stories = sorted(run.stories, key=lambda story: (*_row(story)[:2], STEPS.index(story.trial.steps[0])))
-    print(f"\n{summary(stories, _row)}\n\n{summary(stories, lambda story: (story.trial.ledger,))}\n\n{run}")
+    stories = sorted(
+        run.stories, key=lambda story: (*_row(story)[:2], STEPS.index(story.trial.steps[0]))
+    )
+    print(
+        f"\n{summary(stories, _row)}\n\n{summary(stories, lambda story: (story.trial.ledger,))}\n\n{run}"
+    )
     for story in run.wrong:
         print(story)
     if run.wrong:

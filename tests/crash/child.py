@@ -1,12 +1,12 @@
 """The processes that the crash tests kill: each runs one command, and dies at a given moment.
 
-As a program this file is a fork server. It imports everything once; then, for every order that it reads (a line of JSON on
-stdin), it forks a process, before there is any thread or event loop, and waits for its end. What there is to tell goes to
-stdout, in lines of a process id, a word and the rest:
+As a program this file is a fork server. It imports everything once; then, for every order that it
+reads (a line of JSON on stdin), it forks a process, before there is any thread or event loop, and
+waits for its end. Reports go to stdout, in lines of a process id, a word and the rest:
 
-    71 sent                     a transition is on its way, and its answer will be lost: kill me
+    71 sent                     a transition was sent, and its answer will be lost: kill me
     71 reply {"jsonrpc":...     the bytes of the answer; one that dies halfway leaves half a line
-    71 facts {"ran":1,...       what the answer does not tell
+    71 facts {"ran":1,...       facts that the answer does not have
     71 ended -9                 from the server: how the process ended
 
 An order without a step is a retry: it lives.
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 # What wirecall imports late, and every process needs: imported before the fork.
 NEEDED = (
-    "wirecall.commands.execute",
+    "wirecall.commands.commands",
     "wirecall.protocol.models",
     "wirecall.server.dispatch",
     "wirecall.ledger.sqlite.ledger",
@@ -60,10 +60,10 @@ NEEDED = (
 METHOD = "pay"
 INSERT = "INSERT INTO crash_effects VALUES "
 
-# Turns of the event loop after which every driver has passed on what it is to send; found by looking.
+# Turns of the event loop after which every driver has sent its data; found by experiment.
 PASSED_ON = 8
 
-# Seconds after which a process that does not come to an end is ended by its alarm.
+# Seconds after which its alarm ends a process that does not end.
 LIFETIME = 60
 
 
@@ -87,7 +87,9 @@ class Order(Struct, frozen=True, kw_only=True):
 
 
 class Facts(Struct, frozen=True):
-    """Facts beside the reply: how often the handler was entered, and whether the answer is a replay."""
+    """Facts beside the reply: how often the handler was entered, and whether the answer is a
+    replay.
+    """
 
     ran: int
     replayed: bool
@@ -128,7 +130,9 @@ async def _run(order: Order) -> None:
     ledger = await open_ledger(order.url)
     app._ledger = cast(Ledger, WatchedLedger(ledger, fate))
     replayed: list[Any] = []
-    request = jsonrpc.make_request(METHOD, {"order": order.key, "idempotency_key": order.key}, order.id)
+    request = jsonrpc.make_request(
+        METHOD, {"order": order.key, "idempotency_key": order.key}, order.id
+    )
     reply = await app.handle(request, replayed=replayed)
     assert reply is not None
     if order.die_at == "half_answered":
@@ -144,7 +148,7 @@ def _line(word: str, rest: bytes = b"") -> bytes:
 
 
 class Fate:
-    """When this process dies, and by whose hand."""
+    """When this process dies, and whether it or its parent kills it."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
@@ -155,7 +159,9 @@ class Fate:
             _die()
 
     async def unheard(self, step: Step, transition: Coroutine[Any, Any, T]) -> T:
-        """Hand a transition to the store; if this is the step, the process is killed before the answer."""
+        """Hand a transition to the store; if this is the step, the process is killed before the
+        answer.
+        """
         if step == self._order.die_at:
             await self._die_during(asyncio.ensure_future(transition))
         return await transition
@@ -174,7 +180,7 @@ def _die() -> NoReturn:
     raise AssertionError("this process is dead")
 
 
-# --- the ledger, watched ---------------------------------------------------------------------------------------------
+# --- the ledger, watched --------------------------------------------------------------------------
 
 
 class WatchedLedger:
@@ -195,11 +201,15 @@ class WatchedLedger:
         return record
 
     async def commit_point(self, token: Token, lease: float) -> bool:
-        applied: bool = await self._fate.unheard("commit_sent", self._ledger.commit_point(token, lease))
+        applied: bool = await self._fate.unheard(
+            "commit_sent", self._ledger.commit_point(token, lease)
+        )
         return applied
 
     async def complete(self, token: Token, outcome: Outcome, retention: float) -> bool:
-        applied: bool = await self._fate.unheard("completion_sent", self._ledger.complete(token, outcome, retention))
+        applied: bool = await self._fate.unheard(
+            "completion_sent", self._ledger.complete(token, outcome, retention)
+        )
         self._fate.at("completed")
         return applied
 
@@ -210,7 +220,9 @@ class WatchedLedger:
 class WatchedTransaction:
     """The same for a transaction."""
 
-    def __init__(self, block: AbstractAsyncContextManager[Transaction], claim: Claim, fate: Fate) -> None:
+    def __init__(
+        self, block: AbstractAsyncContextManager[Transaction], claim: Claim, fate: Fate
+    ) -> None:
         self._block: Any = block
         self._claim = claim
         self._fate = fate
@@ -220,7 +232,9 @@ class WatchedTransaction:
 
     async def __aenter__(self) -> "WatchedTransaction":
         self._fate.at("before_claim")
-        self._transaction: Transaction = await self._fate.unheard("claim_sent", self._block.__aenter__())
+        self._transaction: Transaction = await self._fate.unheard(
+            "claim_sent", self._block.__aenter__()
+        )
         if self._transaction.record.nonce == self._claim.nonce:
             self._fate.at("claimed")
         return self
@@ -237,7 +251,7 @@ class WatchedTransaction:
         await self._transaction.complete(outcome, retention, undo=undo)
 
 
-# --- the command -----------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 class Shop:
@@ -258,7 +272,13 @@ class Shop:
             (True, True): self.pay_plainly_after_point,
         }
         reconcile = self.look if order.mode == "reconcile" else None
-        declare = app.command(name=METHOD, on_crash=order.mode, lease=order.lease, wait=order.wait, reconcile=reconcile)
+        declare = app.command(
+            name=METHOD,
+            on_crash=order.mode,
+            lease=order.lease,
+            wait=order.wait,
+            reconcile=reconcile,
+        )
         declare(handlers[order.point, order.plain])
         return app
 

@@ -1,11 +1,13 @@
-"""Kill a process at a known moment, let new ones try again, and compare what they say and do with what was promised.
+"""Kill a process at a known moment, let new ones retry, and compare answers and effects with the
+promise.
 
-`EXPECTED` is the promise, written down from the design (commands.md) and not from runs. A trial is one key: one or more
-processes that die over it, then retries, each in a process of its own, until there is a definite answer, then one more. The
-rules of the checker are those of reliability.md, A7.
+`EXPECTED` is the promise, written down from the design (commands.md) and not from runs. A trial is
+one key: one or more processes that die over it, then retries, each in a separate process, until
+there is a definite answer, then one more. The rules of the checker are E1 to E6 in docs/rules.md.
 
-No test sleeps until a lease is over. Either it is made older in the store, after a retry got "in progress" (`aged`); or
-it is short and the retry waits for it, as every duplicate does that comes while the first still runs (`waited`).
+No test sleeps until a lease expires. Either the test ages it in the store, after a retry got "in
+progress" (`aged`); or it is short and the retry waits for it, as every duplicate does that arrives
+while the first still runs (`waited`).
 """
 
 import os
@@ -32,12 +34,12 @@ from tests.crash import child
 from tests.crash.child import METHOD, Facts, Order, Step, read_effects
 from tests.servers import TRANSACTIONAL, Store
 from wirecall.ledger.base import RecordId
-from wirecall.server.call import ANONYMOUS
+from wirecall.protocol.sender import ANONYMOUS
 from wirecall.server.method import OnCrash
 
-# The answer to a retry after a process was killed at a step, and how many effects the key has then. The columns say what the
-# method declared; "point" means that its handler calls ctx.commit_point(). Where that changes nothing, one column holds for
-# both.
+# The answer to a retry after a process was killed at a step, and how many effects the key has then.
+# The columns say what the method declared; "point" means that its handler calls ctx.commit_point().
+# Where that changes nothing, one column holds for both.
 #
 #   ran          the retry ran the handler, and answers with its result
 #   reconciled   its reconcile function said Done, so it answers with that
@@ -46,21 +48,22 @@ from wirecall.server.method import OnCrash
 #   ~ before it  as long as the lease of the dead lasts, the answer is idempotency_key_in_progress
 #   ~? before it perhaps
 #
-# There are two answers only where the store may or may not have got the last transition. (A completion may even reach a
-# server after the retry got "in progress".)
+# There are two answers only where the store may or may not have got the last transition. (A
+# completion may even reach a server after the retry got "in progress".)
 EXPECTED = """
-step            | unknown, point           | unknown                  | rerun                | reconcile                   | transactional
-before_claim    | ran/1                    | ran/1                    | ran/1                | ran/1                       | ran/1
-claim_sent      | ~?ran/1                  | ran/1, ~unknown/0        | ~?ran/1              | ~?ran/1                     | ran/1
-claimed         | ~ran/1                   | ~unknown/0               | ~ran/1               | ~ran/1                      | ran/1
-commit_sent     | ~ran/1, ~unknown/0       | -                        | ~ran/1               | ~ran/1                      | -
-committed       | ~unknown/0               | ~unknown/0               | ~ran/1               | ~ran/1                      | ran/1
-effect_begun    | ~unknown/0               | ~unknown/0               | ~ran/1               | ~ran/1                      | ran/1
-effect_done     | ~unknown/1               | ~unknown/1               | ~ran/2               | ~reconciled/1               | ran/1
-completion_sent | ~unknown/1, ~?replayed/1 | ~unknown/1, ~?replayed/1 | ~ran/2, ~?replayed/1 | ~reconciled/1, ~?replayed/1 | ran/1, replayed/1
-completed       | replayed/1               | replayed/1               | replayed/1           | replayed/1                  | replayed/1
-half_answered   | replayed/1               | replayed/1               | replayed/1           | replayed/1                  | replayed/1
-"""  # noqa: E501
+step            | unknown, point     | unknown           | rerun      | reconcile     | transactional
+before_claim    | ran/1              | ran/1             | ran/1      | ran/1         | ran/1
+claim_sent      | ~?ran/1            | ran/1, ~unknown/0 | ~?ran/1    | ~?ran/1       | ran/1
+claimed         | ~ran/1             | ~unknown/0        | ~ran/1     | ~ran/1        | ran/1
+commit_sent     | ~ran/1, ~unknown/0 | -                 | ~ran/1     | ~ran/1        | -
+committed       | ~unknown/0         | ~unknown/0        | ~ran/1     | ~ran/1        | ran/1
+effect_begun    | ~unknown/0         | ~unknown/0        | ~ran/1     | ~ran/1        | ran/1
+effect_done     | ~unknown/1         | ~unknown/1        | ~ran/2     | ~reconciled/1 | ran/1
+completion_sent | ~unknown/1, ~?replayed/1 | ~unknown/1, ~?replayed/1 \
+                | ~ran/2, ~?replayed/1 | ~reconciled/1, ~?replayed/1 | ran/1, replayed/1
+completed       | replayed/1         | replayed/1        | replayed/1 | replayed/1    | replayed/1
+half_answered   | replayed/1         | replayed/1        | replayed/1 | replayed/1    | replayed/1
+"""
 
 # The fewest and the most effects of one key, whatever happens to it, and however often.
 BOUNDS: dict[OnCrash, tuple[int, float]] = {
@@ -71,10 +74,19 @@ BOUNDS: dict[OnCrash, tuple[int, float]] = {
 }
 
 # The answer to one more retry after an answer.
-AFTERWARDS = {"ran": "replayed", "reconciled": "replayed", "replayed": "replayed", "unknown": "unknown"}
+AFTERWARDS = {
+    "ran": "replayed",
+    "reconciled": "replayed",
+    "replayed": "replayed",
+    "unknown": "unknown",
+}
 
-LEASE, SHORT_LEASE = 30.0, 1.0  # of the trials that age it, and of those that wait for it
-BRIEFLY, LONG = 0.05, 10.0  # how long a duplicate waits in these two
+# Of the trials that age it, and of those that wait for it.
+LEASE = 30.0
+SHORT_LEASE = 1.0
+# How long a duplicate waits in these two.
+BRIEFLY = 0.05
+LONG = 10.0
 PATIENCE = 60.0  # for a definite answer
 
 STEPS: tuple[Step, ...] = get_args(Step)
@@ -84,15 +96,27 @@ Matrix: TypeAlias = dict[Cell, frozenset[str]]
 
 
 def read_matrix(table: str) -> Matrix:
-    """The table by step, mode and commit point; `commit_sent` is only where a handler has such a point."""
-    head, *rows = [[cell.strip() for cell in line.split("|")] for line in table.strip().splitlines()]
+    """Return a table by step, mode and commit point.
+
+    `commit_sent` is only where a handler has such a point.
+    """
+    head, *rows = [
+        [cell.strip() for cell in line.split("|")] for line in table.strip().splitlines()
+    ]
     matrix: Matrix = {}
     for step, *cells in rows:
         for column, cell in zip(head[1:], cells, strict=True):
             mode, _, point = column.partition(", ")
-            for has_point in (True,) if point else (False,) if mode == "unknown" else (False, True):
+            points = [False, True]  # of this mode, the answers do not depend on it
+            if point:
+                points = [True]
+            elif mode == "unknown":
+                points = [False]
+            for has_point in points:
                 if cell != "-" and (has_point or step != "commit_sent"):
-                    matrix[msgspec.convert((step, mode, has_point), Cell)] = frozenset(_allowed(cell))
+                    matrix[msgspec.convert((step, mode, has_point), Cell)] = frozenset(
+                        _allowed(cell)
+                    )
     return matrix
 
 
@@ -104,18 +128,21 @@ def _allowed(cell: str) -> Iterator[str]:
 def _anytime(matrix: Matrix) -> Matrix:
     """Killed at an unknown moment: everything that a kill at any of the steps may lead to."""
     kinds = {(mode, point) for _, mode, point in matrix}
-    return {("anytime", *kind): frozenset().union(*(matrix[c] for c in matrix if c[1:] == kind)) for kind in kinds}
+    return {
+        ("anytime", *kind): frozenset().union(*(matrix[c] for c in matrix if c[1:] == kind))
+        for kind in kinds
+    }
 
 
 MATRIX = read_matrix(EXPECTED)
 MATRIX_AND_CHANCE = MATRIX | _anytime(MATRIX)
 
 
-# --- trials ----------------------------------------------------------------------------------------------------------
+# --- trials ---------------------------------------------------------------------------------------
 
 
 class Trial(Struct, frozen=True, kw_only=True):
-    """What happens to one key."""
+    """The events of one key."""
 
     ledger: str
     mode: OnCrash
@@ -143,39 +170,49 @@ def cells(ledger: str, matrix: Matrix = MATRIX) -> list[Cell]:
 
 
 def all_trials(ledger: str, rng: random.Random) -> list[Trial]:
-    """Every cell of a ledger once; where the kill must come before an answer, once by each of those who can."""
+    """Every cell of a ledger once; if the kill must come before an answer, once by each possible
+    killer.
+    """
     return [
-        shaken(Trial(ledger=ledger, mode=mode, point=point, steps=(step,), by_parent=by_parent), rng)
+        shaken(
+            Trial(ledger=ledger, mode=mode, point=point, steps=(step,), by_parent=by_parent), rng
+        )
         for step, mode, point in cells(ledger)
         for by_parent in ((False, True) if step.endswith("_sent") else (False,))
     ]
 
 
 def random_trials(ledgers: Sequence[str], rng: random.Random) -> Iterator[Trial]:
-    """Random cells, without end; now and then a retry is killed as well, or there are several at once."""
+    """Random cells, without end; now and then a retry is killed as well, or there are several at
+    once.
+    """
     while True:
         ledger = rng.choice(ledgers)
         step, mode, point = rng.choice(cells(ledger, MATRIX_AND_CHANCE))
         more = rng.choices(STEPS, k=rng.choice((0, 0, 0, 0, 1, 2)))
         steps = (step, *(each for each in more if (each, mode, point) in MATRIX_AND_CHANCE))
-        rivals, by_parent = rng.choice((1, 1, 1, 1, 3)), rng.random() < 0.5
-        trial = Trial(ledger=ledger, mode=mode, point=point, steps=steps, rivals=rivals, by_parent=by_parent)
+        rivals = rng.choice((1, 1, 1, 1, 3))
+        by_parent = rng.random() < 0.5
+        trial = Trial(
+            ledger=ledger, mode=mode, point=point, steps=steps, rivals=rivals, by_parent=by_parent
+        )
         yield shaken(trial, rng)
 
 
 def shaken(trial: Trial, rng: random.Random) -> Trial:
-    """The same trial, with everything left to chance that must not matter."""
+    """The same trial, with random values for everything that must not matter."""
     may_be_plain = trial.is_leased or trial.ledger != "postgres"  # ctx.db has to be awaited there
     return structs.replace(
         trial,
         plain=rng.random() < 0.3 and may_be_plain,
         lapse="waited" if rng.random() < 0.2 else "aged",
         delay=rng.uniform(0, 0.08) if "anytime" in trial.steps else 2 ** rng.uniform(-17, -7),
-        turns=rng.choice((1, 2, 4, int(2 ** rng.uniform(3, 11)))),  # the first few are before anything goes out
+        # The first few are before anything goes out.
+        turns=rng.choice((1, 2, 4, int(2 ** rng.uniform(3, 11)))),
     )
 
 
-# --- processes -------------------------------------------------------------------------------------------------------
+# --- processes ------------------------------------------------------------------------------------
 
 
 class End(Struct):
@@ -192,16 +229,25 @@ class End(Struct):
 
 
 class Workshop:
-    """A fork server. Every process it forks ends, if need be by its own alarm, so this class needs no timeouts."""
+    """A fork server.
+
+    Every process it forks ends, if need be by its own alarm, so this class needs no timeouts.
+    """
 
     def __init__(self, log: Path) -> None:
         with open(log, "ab") as stderr:
             self._server = subprocess.Popen(
-                [sys.executable, child.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr
+                [sys.executable, child.__file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
             )
 
     def run(self, order: Order, delay: float = 0.0) -> list[End]:
-        """How those who got the order ended. One that waits to be killed is, so many seconds later."""
+        """How the processes with the order ended.
+
+        One that waits is killed so many seconds later.
+        """
         assert self._server.stdin is not None and self._server.stdout is not None
         self._server.stdin.write(msgspec.json.encode(order) + b"\n")
         self._server.stdin.flush()
@@ -212,7 +258,7 @@ class Workshop:
             over += word == "ended"
             if word == "sent":
                 time.sleep(delay)
-                with suppress(ProcessLookupError):  # it may have come to its end
+                with suppress(ProcessLookupError):  # it may have ended
                     os.kill(pid, signal.SIGKILL)
             elif word:
                 _note(ends.setdefault(pid, End()), word, rest)
@@ -257,24 +303,33 @@ class Bench:
         return self.store.url
 
     def log(self, key: str) -> str:
-        """The file that stands for a foreign system: one for each key, so that reading it takes no time."""
+        """The file that stands for a foreign system: one for each key, so that it is quick to read."""
         return str(self._folder / key)
 
     def effects(self, trial: Trial, key: str) -> list[str]:
         if trial.is_leased:
             return read_effects(self.log(key))
-        rows = self._ask(f"SELECT key, attempt, fence FROM crash_effects WHERE key = '{key}' ORDER BY fence")
+        rows = self._ask(
+            f"SELECT key, attempt, fence FROM crash_effects WHERE key = '{key}' ORDER BY fence"
+        )
         return [" ".join(map(str, row)) for row in rows]
 
     def end_lease(self, key: str) -> None:
         self.store.age(RecordId(ANONYMOUS, METHOD, key), LEASE + 1)
 
     def _ask(self, statement: str) -> list[Any]:
-        return _ask_sqlite(self.url, statement) if self.store.kind == "sqlite" else _ask_postgres(self.url, statement)
+        return (
+            _ask_sqlite(self.url, statement)
+            if self.store.kind == "sqlite"
+            else _ask_postgres(self.url, statement)
+        )
 
 
 def _ask_sqlite(url: str, statement: str) -> list[Any]:
-    """Not by Python's sqlite3: `age` uses apsw, and two copies of SQLite in one process release each other's locks."""
+    """Not by Python's sqlite3:
+
+    `age` uses apsw, and two copies of SQLite in one process release each other's locks.
+    """
     with closing(apsw.Connection(url.removeprefix("sqlite:"))) as db:
         db.set_busy_timeout(int(PATIENCE * 1000))
         return db.execute(statement).fetchall()
@@ -286,11 +341,13 @@ def _ask_postgres(url: str, statement: str) -> list[Any]:
         return found.fetchall() if found.description else []
 
 
-# --- one trial -------------------------------------------------------------------------------------------------------
+# --- one trial ------------------------------------------------------------------------------------
 
 
 class Answer(Struct, frozen=True):
-    """The answer to a retry: a word of the table above, or another that is not in it; and the bytes of the result."""
+    """The answer to a retry: a word of the table above, or another that is not in it; and the bytes
+    of the result.
+    """
 
     word: str
     result: bytes | None = None
@@ -311,7 +368,9 @@ class Story(Struct):
 
     @property
     def answer(self) -> str:
-        """One word for all rivals: of those who were told the same outcome one made it, and the others heard of it."""
+        """One word for all rivals: of those with the same outcome one made it, and the others
+        received it.
+        """
         words = {answer.word for answer in self.answers}
         return " and ".join(sorted(words - {"replayed"} or words))
 
@@ -328,10 +387,12 @@ class Story(Struct):
 
 
 class Teller:
-    """Runs a trial, and tells its story."""
+    """Runs a trial, and returns its story."""
 
     def __init__(self, trial: Trial, bench: Bench, workshop: Workshop, key: str) -> None:
-        self._trial, self._workshop, self._bench = trial, workshop, bench
+        self._trial = trial
+        self._workshop = workshop
+        self._bench = bench
         self._ids = count(1)
         self._story = Story(trial, key)
 
@@ -340,7 +401,7 @@ class Teller:
         try:
             self._go_through(story)
             story.faults += faults_of(story)
-        except Exception as error:  # the other trials go on
+        except Exception as error:  # the other trials continue
             story.faults.append(repr(error))
         return story
 
@@ -355,7 +416,10 @@ class Teller:
         story.effects_again = self._effects()
 
     def _kill(self, step: Step) -> None:
-        """Have a process die. One that comes later may be answered before it gets that far; then this is the answer."""
+        """Let a process die.
+
+        A later one may be answered before that; then this returns the answer.
+        """
         answers = self._until_definite(step, 1)
         if not answers:
             self._story.kills += 1
@@ -416,7 +480,8 @@ _RESULTS = {(1, False): "ran", (0, True): "replayed", (0, False): "reconciled"}
 
 
 def read_answer(end: End) -> Answer:
-    if end.facts is None or end.exit not in (0, -signal.SIGKILL):  # a kill that came after the answer
+    # A kill that came after the answer.
+    if end.facts is None or end.exit not in (0, -signal.SIGKILL):
         return Answer(f"process ended with {end.exit}")
     reply = msgspec.json.decode(end.reply, type=Reply)
     if reply.error is not UNSET:
@@ -428,36 +493,52 @@ def read_answer(end: End) -> Answer:
     return Answer(word, bytes(reply.result))
 
 
-# --- the checker -----------------------------------------------------------------------------------------------------
+# --- the checker ----------------------------------------------------------------------------------
 
 
 def faults_of(story: Story) -> list[str]:
-    return [fault for rule in (_bounds, _expected, _one_answer, _afterwards, _fences) for fault in rule(story)]
+    return [
+        fault
+        for rule in (_bounds, _expected, _one_answer, _afterwards, _fences)
+        for fault in rule(story)
+    ]
 
 
 def _bounds(story: Story) -> Iterator[str]:
-    """P1, P7."""
+    """E1, E6."""
     least, most = BOUNDS[story.trial.mode]
     if not least <= len(story.effects_again) <= most:
         yield f"{len(story.effects_again)} effects"
 
 
 def _expected(story: Story) -> Iterator[str]:
-    """The matrix. After several kills: what one of them alone may lead to; of `rerun`, whose effects add up, the word."""
+    """The matrix.
+
+    After several kills: what one of them alone may lead to; of `rerun`, whose effects add up, the
+    word.
+    """
     trial = story.trial
-    allowed = set[str]().union(*(MATRIX_AND_CHANCE[step, trial.mode, trial.point] for step in trial.steps))
+    allowed = set[str]().union(
+        *(MATRIX_AND_CHANCE[step, trial.mode, trial.point] for step in trial.steps)
+    )
     told = story.told
     if not trial.is_foreseen:
-        allowed, told = {each.strip("~") for each in allowed}, told.strip("~")
+        allowed = {each.strip("~") for each in allowed}
+        told = told.strip("~")
     if len(trial.steps) > 1 and trial.mode == "rerun":
-        allowed, told = {each.partition("/")[0] for each in allowed}, told.partition("/")[0]
+        allowed = {each.partition("/")[0] for each in allowed}
+        told = told.partition("/")[0]
     if told not in allowed:
         yield f"expected {' or '.join(sorted(allowed))}"
 
 
 def _one_answer(story: Story) -> Iterator[str]:
-    """P2, P3, P4: all results are the same bytes, and name an effect that there is."""
-    results = {answer.result for answer in (*story.answers, story.again) if answer and answer.result is not None}
+    """E2, E3, E4: all results are the same bytes, and name an existing effect."""
+    results = {
+        answer.result
+        for answer in (*story.answers, story.again)
+        if answer and answer.result is not None
+    }
     if len(results) > 1:
         yield f"different results: {results}"
     for result in results:
@@ -474,8 +555,14 @@ def _afterwards(story: Story) -> Iterator[str]:
 
 
 def _late(trial: Trial) -> list[tuple[str, str]]:
-    """A completion that is in flight when its sender dies may arrive late: it turns UNKNOWN into DONE."""
-    return [("unknown", "replayed")] if {"completion_sent", "anytime"}.intersection(trial.steps) else []
+    """A completion that is in flight when its sender dies may arrive late: it turns UNKNOWN into
+    DONE.
+    """
+    return (
+        [("unknown", "replayed")]
+        if {"completion_sent", "anytime"}.intersection(trial.steps)
+        else []
+    )
 
 
 def _fences(story: Story) -> Iterator[str]:
@@ -485,7 +572,7 @@ def _fences(story: Story) -> Iterator[str]:
         yield f"attempts and fences do not grow: {runs}"
 
 
-# --- many trials -----------------------------------------------------------------------------------------------------
+# --- many trials ----------------------------------------------------------------------------------
 
 
 class Crew:
@@ -498,7 +585,9 @@ class Crew:
         for workshop in self._workshops:
             self._free.put(workshop)
 
-    def run(self, trials: Iterable[Trial], benches: Mapping[str, Bench], prefix: str) -> Iterator[Story]:
+    def run(
+        self, trials: Iterable[Trial], benches: Mapping[str, Bench], prefix: str
+    ) -> Iterator[Story]:
         """The stories of the trials, in their order. Their keys are the prefix and a number."""
 
         def tell(trial: Trial, number: int) -> Story:
@@ -532,7 +621,7 @@ class Tally(Struct):
 
 
 def summary(stories: Iterable[Story], row: Callable[[Story], tuple[str, ...]]) -> str:
-    """A table of kills, effects and answers. `row` tells which row a story belongs to."""
+    """A table of kills, effects and answers. `row` names the row that a story belongs to."""
     tallies: dict[tuple[str, ...], Tally] = {}
     for story in stories:
         tally = tallies.setdefault(row(story), Tally())

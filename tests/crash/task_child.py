@@ -1,8 +1,10 @@
-"""The servers of tasks that the crash tests kill: each serves an app on its stdin and stdout, and dies at a given step.
+"""The servers of tasks that the crash tests kill: each serves an app on its stdin and stdout, and
+dies at a given step.
 
-As a program this file is a fork server. It imports everything once. An order comes as JSON over a socket, together with one
-end of another socket; a process is forked for it, and that end becomes its stdin and stdout. The process first writes its
-id, waits for a byte, and then is what `app.run()` makes it.
+As a program this file is a fork server. It imports everything once. An order comes as JSON over a
+socket, together with one end of another socket; a process is forked for it, and that end becomes
+its stdin and stdout. The process first writes its id, waits for a byte, and then does what
+`app.run()` does.
 """
 
 import asyncio
@@ -12,15 +14,16 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 from unittest.mock import patch
 
 import msgspec
 from msgspec import Struct
 
-# What a process needs sooner or later, imported before the fork.
-import wirecall.commands.execute
+# Modules that a process needs sooner or later, imported before the fork.
+import wirecall.commands.commands
 import wirecall.ledger.postgres.ledger
 import wirecall.ledger.redis.ledger
 import wirecall.ledger.sqlite.ledger
@@ -28,7 +31,16 @@ import wirecall.mcp.server.tasks
 import wirecall.transports.stdio  # noqa: F401
 from tests.crash.child import INSERT, LIFETIME, read_effects
 from wirecall import App, Context, Done, NotDone
-from wirecall.ledger.base import Claim, Ledger, Outcome, Record, Token, Transaction, open_ledger
+from wirecall.ledger.base import (
+    Claim,
+    Ledger,
+    Outcome,
+    Record,
+    Tables,
+    Token,
+    Transaction,
+    open_ledger,
+)
 from wirecall.server.method import OnCrash
 
 TaskStep: TypeAlias = Literal[
@@ -40,10 +52,11 @@ TaskStep: TypeAlias = Literal[
     "waiting",  # the task waits for an answer
     "answered",  # the last answer is there, the next leg has not claimed the record
     "leg_claimed",  # the next leg has the record, its handler has not started
-    "completed",  # the outcome is recorded, and was not asked for
+    "completed",  # the outcome is recorded, and no client has asked for it
 ]
 
 TOOL = "pay"
+T = TypeVar("T", bound=Struct)
 QUESTION = {"type": "object", "properties": {"sure": {"type": "boolean"}}, "required": ["sure"]}
 
 
@@ -55,12 +68,13 @@ class TaskOrder(Struct, frozen=True, kw_only=True):
     folder: str  # the effects are files in it, one for each task
     point: bool = False  # the handler calls ctx.commit_point()
     asks: bool = False  # the handler asks its client first
-    holds: bool = False  # the handler waits before its commit point, for ever
+    holds: bool = False  # the handler waits before its commit point, indefinitely
     die_at: TaskStep | None = None
     lease: float
 
 
-def main() -> None:
+def serve_orders(kind: type[T], serve: Callable[[T], None]) -> None:
+    """Fork a process for each order, and let it serve."""
     logging.getLogger("wirecall").setLevel(logging.ERROR)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the end of a server is the end of its socket
     gc.freeze()
@@ -77,7 +91,7 @@ def main() -> None:
                 os.dup2(ends[0], fd)
             os.write(1, b"%d\n" % os.getpid())
             os.read(0, 1)
-            serve(msgspec.json.decode(data, type=TaskOrder))
+            serve(msgspec.json.decode(data, type=kind))
             os._exit(0)
         os.close(ends[0])
 
@@ -85,12 +99,14 @@ def main() -> None:
 def serve(order: TaskOrder) -> None:
     shop = Shop(order)
 
-    async def opened(url: str) -> Ledger:
-        return cast(Ledger, WatchedLedger(await open_ledger(url), shop))
+    async def opened(url: str, tables: Tables) -> Ledger:
+        return cast(Ledger, WatchedLedger(await open_ledger(url, tables), shop))
 
     app = App("tasks", mode="development", ledger=order.url)
     reconcile = shop.look if order.mode == "reconcile" else None
-    declare = app.command(name=TOOL, task=True, on_crash=order.mode, lease=order.lease, reconcile=reconcile)
+    declare = app.command(
+        name=TOOL, task=True, on_crash=order.mode, lease=order.lease, reconcile=reconcile
+    )
     declare(shop.pay_after_point if order.point else shop.pay)
     with patch("wirecall.app.open_ledger", opened):
         app.run(grace=5)
@@ -126,14 +142,18 @@ class Shop:
             await ctx.elicit("Sure?", QUESTION, key="sure")
         self.at("begun")
         if self._order.holds:
-            os.close(os.open(os.path.join(self._order.folder, f"{ctx.idempotency_key}.held"), os.O_CREAT))
+            os.close(
+                os.open(os.path.join(self._order.folder, f"{ctx.idempotency_key}.held"), os.O_CREAT)
+            )
             await asyncio.Event().wait()
 
     async def _take_effect(self, name: str, ctx: Context) -> str:
         values = ctx.idempotency_key, ctx.attempt, ctx.fence
         effect = " ".join(map(str, values))
         if self._order.mode != "transactional":
-            log = os.open(os.path.join(self._order.folder, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            log = os.open(
+                os.path.join(self._order.folder, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            )
             os.write(log, effect.encode() + b"\n")
             os.fsync(log)
             os.close(log)
@@ -201,4 +221,4 @@ class WatchedTransaction:
 
 
 if __name__ == "__main__":
-    main()
+    serve_orders(TaskOrder, serve)

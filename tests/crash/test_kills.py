@@ -1,4 +1,6 @@
-"""F1 and F2: real processes, killed at every step of a command, and the answers to their successors."""
+"""F1 and F2: real processes, killed at every step of a command, and the answers to their
+successors.
+"""
 
 import os
 import random
@@ -8,7 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.harness import MATRIX, STEPS, Bench, Crew, Story, Trial, all_trials, random_trials, summary
+from tests.crash.harness import (
+    MATRIX,
+    STEPS,
+    Bench,
+    Crew,
+    Story,
+    Trial,
+    all_trials,
+    random_trials,
+    summary,
+)
 from tests.servers import DURABLE, Store
 from tests.size import sized
 from wirecall.server.method import OnCrash
@@ -39,41 +51,55 @@ def check(stories: Iterable[Story], crew: Crew) -> None:
     assert not wrong, "\n".join([f"CRASH_SEED={SEED}", *wrong, crew.log.read_text()[-2000:]])
 
 
-def test_every_step_is_killed_in_every_mode() -> None:
+def test_kills_cover_every_step_in_every_mode() -> None:
     steps = {*STEPS} - {"anytime"}
     assert {step for step, _, _ in MATRIX} == steps
-    # In four modes, with and without a commit point; but there is none to send without one, or within a transaction.
+    # In four modes, with and without a commit point; but there is none to send without one, or
+    # within a transaction.
     assert len(MATRIX) == 4 * 2 * len(steps) - 4 - 1
     assert sum(len(all_trials(kind, random.Random(SEED))) for kind in DURABLE) >= 200
 
 
 @pytest.mark.long
 @durable
-def test_a_retry_gets_the_promised_answer(bench: Bench, crew: Crew, capsys: pytest.CaptureFixture[str]) -> None:
+def test_retry_gets_the_promised_answer(
+    bench: Bench, crew: Crew, capsys: pytest.CaptureFixture[str]
+) -> None:
     rng = random.Random(SEED)
     trials = all_trials(bench.store.kind, rng)
     trials = sized(small=rng.sample(trials, 16), full=trials)
     stories = tell(crew, bench, trials)
     with capsys.disabled():
-        print(f"\nCRASH_SEED={SEED}\n{summary(stories, lambda story: (story.trial.ledger, story.trial.mode))}")
+        print(
+            f"\nCRASH_SEED={SEED}\n{summary(stories, lambda story: (story.trial.ledger, story.trial.mode))}"
+        )
     check(stories, crew)
     assert sum(story.kills for story in stories) == len(trials)
 
 
 @durable
 def test_retries_may_be_killed_too_or_come_together(bench: Bench, crew: Crew) -> None:
-    check(tell(crew, bench, islice(random_trials((bench.store.kind,), random.Random(SEED)), sized(small=4, full=16))), crew)
+    check(
+        tell(
+            crew,
+            bench,
+            islice(
+                random_trials((bench.store.kind,), random.Random(SEED)), sized(small=4, full=16)
+            ),
+        ),
+        crew,
+    )
 
 
 @durable
-def test_after_five_runs_a_command_is_not_run_again(bench: Bench, crew: Crew) -> None:
+def test_command_does_not_run_again_after_five_runs(bench: Bench, crew: Crew) -> None:
     trial = Trial(ledger=bench.store.kind, mode="rerun", point=False, steps=("effect_done",) * 5)
     (story,) = tell(crew, bench, [trial])
     assert (story.kills, story.answer, len(story.effects_again)) == (5, "unknown", 5), story
 
 
 @pytest.mark.parametrize("mode", ["unknown", "rerun", "reconcile"])
-def test_a_ledger_that_forgets_is_found_out(mode: OnCrash, tmp_path: Path, crew: Crew) -> None:
+def test_checker_finds_a_ledger_that_forgets(mode: OnCrash, tmp_path: Path, crew: Crew) -> None:
     numbers = count()
 
     class Forgetful(Bench):

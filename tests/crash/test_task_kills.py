@@ -1,19 +1,16 @@
-"""Tasks over processes: servers that are killed, stopped, or come together, and what becomes of their tasks.
+"""Tasks over processes: servers that are killed, stopped, or start together, and the fate of their
+tasks.
 
-`EXPECTED` is the promise, written down from the design (tasks.md, commands.md) and not from runs. No test waits until a
-lease is over: the record is made older in the store. A process looks for tasks to adopt when it starts.
+`EXPECTED` is the promise, written down from the design (tasks.md, commands.md) and not from runs.
+No test waits until a lease expires: the test ages the record in the store. A process looks for
+tasks to adopt when it starts.
 """
 
 import asyncio
-import json
 import os
 import random
 import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import get_args
@@ -22,19 +19,19 @@ import msgspec
 import pytest
 from msgspec import Struct
 
-import tests
 from tests.crash import task_child
+from tests.crash.forks import Forks, called
 from tests.crash.harness import Bench, Trial
 from tests.crash.task_child import TOOL, TaskOrder, TaskStep
-from tests.mcp.asgi import KEY, PATIENCE, Json, enveloped
+from tests.mcp.asgi import PATIENCE
 from tests.servers import DURABLE, TRANSACTIONAL, Store, make_store
 from tests.size import sized
 from wirecall.ledger.base import RecordId
-from wirecall.server.call import ANONYMOUS
+from wirecall.protocol.sender import ANONYMOUS
 from wirecall.server.method import OnCrash
 
-# How a task ends after its server was killed at a step, and how many effects it has then. The columns say what the tool
-# declared; "point" means that its handler calls ctx.commit_point().
+# How a task ends after its server was killed at a step, and how many effects it has then. The
+# columns say what the tool declared; "point" means that its handler calls ctx.commit_point().
 #
 #   completed    with the effect that it names
 #   unknown      it failed with 50910, outcome_unknown: an effect may have happened
@@ -53,13 +50,12 @@ leg_claimed | ~completed/1   | ~completed/1 | ~completed/1 | ~completed/1     | 
 completed   | completed/1    | completed/1  | completed/1  | completed/1      | completed/1
 """
 
-TASKS = "io.modelcontextprotocol/tasks"
-DECLARED: Json = {"extensions": {TASKS: {}}, "elicitation": {}}
 OVER = {"completed", "failed", "cancelled"}
 FIRST_LEG = {"before_row", "row_written"}
-IN_HANDLER = {"begun", "committed", "effect_done", "completed"}  # of the first leg, or of one after an answer
+# Of the first leg, or of one after an answer.
+IN_HANDLER = {"begun", "committed", "effect_done", "completed"}
 
-LEASE = 3600.0  # no test lives to see its end
+LEASE = 3600.0  # longer than any test
 AT_ONCE = 6  # trials
 
 SEED = int(os.environ.get("CRASH_SEED") or random.randrange(1 << 32))
@@ -77,14 +73,27 @@ class Case(Struct, frozen=True, kw_only=True):
 
 
 def read_cases(table: str) -> list[Case]:
-    head, *rows = [[cell.strip() for cell in line.split("|")] for line in table.strip().splitlines()]
+    head, *rows = [
+        [cell.strip() for cell in line.split("|")] for line in table.strip().splitlines()
+    ]
     cases = []
     for step, *cells in rows:
         for column, cell in zip(head[1:], cells, strict=True):
             mode, _, point = column.partition(", ")
-            for asks in (False,) if step in FIRST_LEG else (False, True) if step in IN_HANDLER else (True,):
+            legs = [True]
+            if step in FIRST_LEG:
+                legs = [False]
+            elif step in IN_HANDLER:
+                legs = [False, True]
+            for asks in legs:
                 if cell != "-":
-                    told = {"step": step, "mode": mode, "point": bool(point), "asks": asks, "expected": cell}
+                    told = {
+                        "step": step,
+                        "mode": mode,
+                        "point": bool(point),
+                        "asks": asks,
+                        "expected": cell,
+                    }
                     cases.append(msgspec.convert(told, Case))
     return cases
 
@@ -92,108 +101,20 @@ def read_cases(table: str) -> list[Case]:
 CASES = read_cases(EXPECTED)
 
 
-# --- servers -----------------------------------------------------------------------------------------------------------
-
-
-class Server:
-    """A process that serves lines, and a client of it."""
-
-    def __init__(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.pid = pid
-        self._reader, self._writer = reader, writer
-        self._ids = count(1)
-
-    def go(self) -> None:
-        self._writer.write(b"\n")
-
-    async def call(self, method: str, params: Json) -> Json | None:
-        """Return the answer; None if the server ends before it."""
-        message = enveloped(method, params, next(self._ids), capabilities=DECLARED)
-        with suppress(ConnectionError):
-            self._writer.write(json.dumps(message).encode() + b"\n")
-            while line := await self._reader.readline():
-                told: Json = json.loads(line)
-                if told.get("id") == message["id"]:
-                    return told
-        return None
-
-    async def result(self, method: str, params: Json) -> Json:
-        told = await self.call(method, params)
-        assert told is not None and "result" in told, told
-        result: Json = told["result"]
-        return result
-
-    async def begin(self, key: str) -> str:
-        """Call the tool, and return the id of the task that it becomes."""
-        told = await self.result("tools/call", called(key))
-        assert told["resultType"] == "task", told
-        return str(told["taskId"])
-
-    async def until(self, task: str, *statuses: str) -> Json:
-        while True:
-            told = await self.result("tasks/get", {"taskId": task})
-            if told["status"] in statuses:
-                return told
-
-    async def answer(self, task: str) -> None:
-        given = {"sure": {"action": "accept", "content": {"sure": True}}}
-        await self.call("tasks/update", {"taskId": task, "inputResponses": given})
-
-    async def ended(self) -> None:
-        with suppress(ConnectionError):
-            while await self._reader.readline():
-                continue
-        self._writer.close()
-
-    async def kill(self, number: int = signal.SIGKILL) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, number)
-        await self.ended()
-
-
-def called(key: str) -> Json:
-    return {"name": TOOL, "arguments": {"name": key}, "_meta": {KEY: key}}
-
-
-class Forks:
-    """The fork server of `task_child`."""
-
-    def __init__(self, log: Path) -> None:
-        self.log = log
-        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, open(log, "ab") as stderr:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", task_child.__name__, str(theirs.fileno())],
-                cwd=Path(tests.__file__).parents[1],
-                pass_fds=[theirs.fileno()],
-                stderr=stderr,
-            )
-
-    async def start(self, order: TaskOrder, *, waits: bool = False) -> Server:
-        """Start a server; one that waits opens nothing before `go`."""
-        mine, theirs = socket.socketpair()
-        with theirs:
-            socket.send_fds(self._orders, [msgspec.json.encode(order)], [theirs.fileno()])
-        reader, writer = await asyncio.open_connection(sock=mine)
-        server = Server(int(await reader.readline()), reader, writer)
-        if not waits:
-            server.go()
-        return server
-
-    def close(self) -> None:
-        self._orders.close()
-        self._process.wait()
+# --- servers --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    forks = Forks(tmp_path_factory.mktemp("forks") / "stderr")
+    forks = Forks(tmp_path_factory.mktemp("forks") / "stderr", task_child.__name__)
     yield forks
     forks.close()
 
 
 class Stores:
-    """A ledger for every trial: a server adopts all the tasks of its ledger, so the trials must not share one."""
+    """A ledger for every trial: a server adopts all the tasks of its ledger, so the trials must not
+    share one.
+    """
 
     def __init__(self, kind: str, folder: Path, request: pytest.FixtureRequest) -> None:
         self.kind = kind
@@ -217,7 +138,9 @@ class Stores:
     def drop(self, store: Store) -> None:
         if self.kind == "postgres":
             name = store.url.partition("@/")[2].partition("?")[0]
-            self._request.getfixturevalue("postgres_server").run(f"DROP DATABASE {name} WITH (FORCE)")
+            self._request.getfixturevalue("postgres_server").run(
+                f"DROP DATABASE {name} WITH (FORCE)"
+            )
 
 
 @pytest.fixture(params=DURABLE)
@@ -229,15 +152,23 @@ def age(store: Store, key: str) -> None:
     store.age(RecordId(ANONYMOUS, f"tools/call:{TOOL}", key), LEASE + 1)
 
 
-# --- a server is killed ------------------------------------------------------------------------------------------------
+# --- a server is killed ---------------------------------------------------------------------------
 
 
 async def faults_of(case: Case, stores: Stores, forks: Forks) -> list[str]:
-    """Kill a server at a step, let another one adopt its task, and compare what comes of it with what was promised."""
+    """Kill a server at a step, let another one adopt its task, and compare the result with the
+    promise.
+    """
     store, bench, folder = stores.make()
     key = f"k{random.randrange(1 << 32)}"
     order = TaskOrder(
-        url=store.url, mode=case.mode, folder=str(folder), point=case.point, asks=case.asks, die_at=case.step, lease=LEASE
+        url=store.url,
+        mode=case.mode,
+        folder=str(folder),
+        point=case.point,
+        asks=case.asks,
+        die_at=case.step,
+        lease=LEASE,
     )
     expected = case.expected.strip("~?")
 
@@ -256,7 +187,8 @@ async def faults_of(case: Case, stores: Stores, forks: Forks) -> list[str]:
     if case.expected.startswith("~"):
         age(store, key)
 
-    # Step 2: the second one adopts the task. A client that has not heard of it calls again, and gets it.
+    # Step 2: the second one adopts the task. A client that has not received it calls again, and
+    # gets it.
     second = await forks.start(msgspec.structs.replace(order, die_at=None))
     task = heard or await second.begin(key)
     state = await second.until(task, *OVER, "input_required")
@@ -272,7 +204,10 @@ async def faults_of(case: Case, stores: Stores, forks: Forks) -> list[str]:
 
     # Step 3: the checks.
     word = state["status"]
-    if word == "failed" and (state["error"]["code"], state["error"]["data"]["ran"]) == (50910, "unknown"):
+    if word == "failed" and (state["error"]["code"], state["error"]["data"]["ran"]) == (
+        50910,
+        "unknown",
+    ):
         word = "unknown"
     faults = []
     if f"{word}/{len(effects)}" != expected:
@@ -280,7 +215,9 @@ async def faults_of(case: Case, stores: Stores, forks: Forks) -> list[str]:
     if is_asked != case.expected.startswith("?"):
         faults.append(f"asked again: {is_asked}")
     if word == "completed" and state["result"]["content"][0]["text"] not in effects:
-        faults.append(f"the result {state['result']} names an effect that is not in the log: {effects}")
+        faults.append(
+            f"the result {state['result']} names an effect that is not in the log: {effects}"
+        )
     if again != {**state, "pollIntervalMs": again["pollIntervalMs"]}:
         faults.append(f"a task that has ended changed from {state} to {again}")
     if repeated != task and word != "unknown":
@@ -288,13 +225,15 @@ async def faults_of(case: Case, stores: Stores, forks: Forks) -> list[str]:
     return [f"{store.kind} {case}: {fault}" for fault in faults]
 
 
-def test_every_step_is_killed_in_every_mode() -> None:
+def test_task_kills_cover_every_step_in_every_mode() -> None:
     assert {case.step for case in CASES} == {*get_args(TaskStep)}
     assert {case.mode for case in CASES} == {*get_args(OnCrash)}
 
 
 @pytest.mark.long
-async def test_a_task_outlives_its_server(stores: Stores, forks: Forks, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_task_outlives_its_server(
+    stores: Stores, forks: Forks, capsys: pytest.CaptureFixture[str]
+) -> None:
     cases = [case for case in CASES if case.mode != "transactional" or stores.kind in TRANSACTIONAL]
     cases = sized(small=random.Random(SEED).sample(cases, 8), full=cases)
     places = asyncio.Semaphore(AT_ONCE)
@@ -304,28 +243,39 @@ async def test_a_task_outlives_its_server(stores: Stores, forks: Forks, capsys: 
             try:
                 async with asyncio.timeout(PATIENCE):
                     return await faults_of(case, stores, forks)
-            except Exception as error:  # the other trials go on
+            except Exception as error:  # the other trials continue
                 return [f"{stores.kind} {case}: {error!r}"]
 
     found = await asyncio.gather(*map(judge, cases))
     wrong = [fault for faults in found for fault in faults]
     with capsys.disabled():
-        print(f"\nCRASH_SEED={SEED} {stores.kind}: {len(cases)} servers of tasks killed, {len(wrong)} wrong")
+        print(
+            f"\nCRASH_SEED={SEED} {stores.kind}: {len(cases)} servers of tasks killed, {len(wrong)} wrong"
+        )
     assert not wrong, "\n".join([f"CRASH_SEED={SEED}", *wrong, forks.log.read_text()[-4000:]])
 
 
-# --- servers come together, or stop ------------------------------------------------------------------------------------
+# --- servers start together, or stop --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["unknown", "rerun"])
-async def test_of_two_servers_one_adopts_a_task(mode: OnCrash, stores: Stores, forks: Forks) -> None:
+async def test_task_is_adopted_by_one_of_two_servers(
+    mode: OnCrash, stores: Stores, forks: Forks
+) -> None:
     for _ in range(sized(small=1, full=5)):
         store, bench, folder = stores.make()
-        order = TaskOrder(url=store.url, mode=mode, folder=str(folder), point=mode == "unknown", holds=True, lease=LEASE)
+        order = TaskOrder(
+            url=store.url,
+            mode=mode,
+            folder=str(folder),
+            point=mode == "unknown",
+            holds=True,
+            lease=LEASE,
+        )
         keys = [f"k{number}" for number in range(8)]
         async with asyncio.timeout(PATIENCE):
-            # Step 1: a server dies, and leaves tasks whose handlers have started. A task of "rerun" is past its commit
-            # point then, so its next run is its second one.
+            # Step 1: a server dies, and leaves tasks whose handlers have started. A task of "rerun"
+            # is past its commit point then, so its next run is its second one.
             first = await forks.start(order)
             tasks = {key: await first.begin(key) for key in keys}
             while not all((folder / f"{key}.held").exists() for key in keys):
@@ -334,27 +284,44 @@ async def test_of_two_servers_one_adopts_a_task(mode: OnCrash, stores: Stores, f
             for key in keys:
                 age(store, key)
 
-            # Step 2: two come for them at the same moment.
-            others = [await forks.start(msgspec.structs.replace(order, holds=False), waits=True) for _ in range(2)]
+            # Step 2: two servers adopt them at the same moment.
+            others = [
+                await forks.start(msgspec.structs.replace(order, holds=False), waits=True)
+                for _ in range(2)
+            ]
             for server in others:
                 server.go()
             for key, task in tasks.items():
                 for server in others:
                     assert (await server.until(task, *OVER))["status"] == "completed"
-                assert len(bench.effects(Trial(ledger=store.kind, mode=mode, point=order.point, steps=()), key)) == 1
+                assert (
+                    len(
+                        bench.effects(
+                            Trial(ledger=store.kind, mode=mode, point=order.point, steps=()), key
+                        )
+                    )
+                    == 1
+                )
             for server in others:
                 await server.kill(signal.SIGTERM)
         stores.drop(store)
 
 
 @pytest.mark.parametrize("mode", ["unknown", "transactional"])
-async def test_a_server_that_stops_leaves_its_task_to_the_next_one_at_once(
+async def test_server_that_stops_hands_its_task_to_the_next_one_at_once(
     mode: OnCrash, stores: Stores, forks: Forks
 ) -> None:
     if mode == "transactional" and stores.kind not in TRANSACTIONAL:
         mode = "reconcile"
     store, bench, folder = stores.make()
-    order = TaskOrder(url=store.url, mode=mode, folder=str(folder), point=mode != "transactional", holds=True, lease=LEASE)
+    order = TaskOrder(
+        url=store.url,
+        mode=mode,
+        folder=str(folder),
+        point=mode != "transactional",
+        holds=True,
+        lease=LEASE,
+    )
     async with asyncio.timeout(PATIENCE):
         first = await forks.start(order)
         task = await first.begin("k")
@@ -365,5 +332,8 @@ async def test_a_server_that_stops_leaves_its_task_to_the_next_one_at_once(
         second = await forks.start(msgspec.structs.replace(order, holds=False))
         assert (await second.until(task, *OVER))["status"] == "completed"
         await second.kill(signal.SIGTERM)
-    assert len(bench.effects(Trial(ledger=store.kind, mode=mode, point=order.point, steps=()), "k")) == 1
+    assert (
+        len(bench.effects(Trial(ledger=store.kind, mode=mode, point=order.point, steps=()), "k"))
+        == 1
+    )
     stores.drop(store)

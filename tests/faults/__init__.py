@@ -1,8 +1,8 @@
 """Faults on purpose: races, lost answers, killed servers, full disks, paused processes.
 
-What the tests of this folder share: effects that can be counted (`Effects`), a caller that tries again with the same key and
-remembers its answers (`Caller`), the rules that its memories must keep (`check`), and the same app in a process of its
-own (`child`, `serve`).
+The tests of this folder share effects that can be counted (`Effects`), a caller that tries again
+with the same key and remembers its answers (`Caller`), the rules that its memories must keep
+(`check`), and the same app in a separate process (`child`, `serve`).
 """
 
 import asyncio
@@ -31,7 +31,7 @@ LEASE = 1.0
 PATIENCE = 60.0  # seconds after which a test gives up on something that should have happened
 
 
-# --- effects, and their callers --------------------------------------------------------------------------------------
+# --- effects, and their callers -------------------------------------------------------------------
 
 
 class Effect(NamedTuple):
@@ -51,7 +51,9 @@ class Effects:
         run = secrets.token_hex(8)
         file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
-            os.write(file, f"{context.idempotency_key} {context.meta.get('attempt', 0)} {run}\n".encode())
+            os.write(
+                file, f"{context.idempotency_key} {context.meta.get('attempt', 0)} {run}\n".encode()
+            )
         finally:
             os.close(file)
         return run
@@ -88,7 +90,7 @@ class Answer(msgspec.Struct):
 
     @property
     def is_unknown(self) -> bool:
-        """Nobody knows whether it took effect."""
+        """Its outcome is unknown."""
         return (self.code, self.ran) == (50910, "unknown")
 
     def repeats(self, first: "Answer") -> bool:
@@ -97,7 +99,10 @@ class Answer(msgspec.Struct):
 
 
 class Caller:
-    """Sends commands. Every attempt has a number of its own, in `_meta`, which the handler notes with its effect."""
+    """Sends commands.
+
+    Every attempt has a number in `_meta`, which the handler notes with its effect.
+    """
 
     def __init__(self) -> None:
         self.history: list[Answer] = []
@@ -115,7 +120,7 @@ class Caller:
         return answer
 
     async def insist(self, app: App, method: str, key: str, *, seconds: float = PATIENCE) -> Answer:
-        """The same key until there is a result: what an honest client does about every other answer."""
+        """Send the same key until there is a result, as an honest client does."""
         async with asyncio.timeout(seconds):
             while True:
                 answer = await self.call(app, method, key)
@@ -125,7 +130,7 @@ class Caller:
 
 
 def check(history: Iterable[Answer], done: list[Effect], *, most: int = 1) -> None:
-    """The rules P1 to P4 and P6 of reliability.md A7. `most` is how often a command may take effect."""
+    """Check E1 to E5. `most` is how often a command may take effect."""
     times = Counter(effect.key for effect in done)
     assert all(number <= most for number in times.values()), times.most_common(5)
     by_attempt = {(effect.key, effect.attempt) for effect in done}
@@ -134,13 +139,21 @@ def check(history: Iterable[Answer], done: list[Effect], *, most: int = 1) -> No
     for answer in history:
         if answer.error is None:
             results[answer.key].add(answer.result)
-            assert (answer.key, answer.result) in runs, f"a result of a run that never was: {answer}"
+            assert (answer.key, answer.result) in runs, (
+                f"a result of a run that never was: {answer}"
+            )
         else:
             assert answer.code != 50310 or answer.ran == "no", answer
             assert answer.ran in ("no", "yes", "unknown"), answer
-            assert answer.ran != "no" or (answer.key, answer.attempt) not in by_attempt, f"it did run: {answer}"
-            assert answer.code == 50310 or answer.key not in results, f"its result was forgotten: {answer}"
-    assert all(len(told) == 1 for told in results.values()), [told for told in results.values() if len(told) > 1]
+            assert answer.ran != "no" or (answer.key, answer.attempt) not in by_attempt, (
+                f"it did run: {answer}"
+            )
+            assert answer.code == 50310 or answer.key not in results, (
+                f"its result was forgotten: {answer}"
+            )
+    assert all(len(outcomes) == 1 for outcomes in results.values()), [
+        outcomes for outcomes in results.values() if len(outcomes) > 1
+    ]
 
 
 async def eventually(fact: Callable[[], Awaitable[Any]], *, seconds: float = PATIENCE) -> Any:
@@ -152,14 +165,16 @@ async def eventually(fact: Callable[[], Awaitable[Any]], *, seconds: float = PAT
             await asyncio.sleep(0.01)
 
 
-# --- the same app, here and in other processes -----------------------------------------------------------------------
+# --- the same app, here and in other processes ----------------------------------------------------
 
 
 async def no_pause() -> None:
     return None
 
 
-def make_shop(url: str, effects: Effects, *, pause: Callable[[], Awaitable[None]] = no_pause, **options: Any) -> App:
+def make_shop(
+    url: str, effects: Effects, *, pause: Callable[[], Awaitable[None]] = no_pause, **options: Any
+) -> App:
     """A query, a plain command, and three with a short lease that pause after their effect."""
     app = make_app(ledger=url, **options)
 
@@ -205,12 +220,12 @@ class Child:
         self._process.kill()
         await self._process.wait()
 
-    async def tell(self, word: str, *args: Any) -> None:
+    async def send(self, word: str, *args: Any) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps([word, *args]).encode() + b"\n")
         await self._process.stdin.drain()
 
-    async def hear(self, word: str) -> Any:
+    async def next_value(self, word: str) -> Any:
         """Return the value of the next word, which must be this one."""
         assert self._process.stdout is not None
         async with asyncio.timeout(2 * PATIENCE):
@@ -221,27 +236,38 @@ class Child:
         return value
 
     async def ask(self, word: str, *args: Any) -> Any:
-        await self.tell(word, *args)
-        return await self.hear(word)
+        await self.send(word, *args)
+        return await self.next_value(word)
 
     async def call(self, method: str, key: str) -> Answer:
-        await self.tell("call", method, key)
+        await self.send("call", method, key)
         return await self.answer()
 
     async def begin(self, method: str, key: str) -> None:
         """Call, and wait until the handler is inside its pause; `answer` is for later."""
-        await self.tell("call", method, key)
-        await self.hear("inside")
+        await self.send("call", method, key)
+        await self.next_value("inside")
 
     async def answer(self) -> Answer:
-        return msgspec.convert(await self.hear("call"), Answer)
+        return msgspec.convert(await self.next_value("call"), Answer)
 
 
 @asynccontextmanager
 async def child(url: str, effects: Effects) -> AsyncIterator[Child]:
-    """A process with an app of its own on the same ledger and the same effects. At the end of the block it is gone."""
+    """A process with its own app on the same ledger and effects.
+
+    It is gone at the end of the block.
+    """
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-W", "error", "-c", "from tests.faults import serve; serve()", url, effects.path),
+        *(
+            sys.executable,
+            "-W",
+            "error",
+            "-c",
+            "from tests.faults import serve; serve()",
+            url,
+            effects.path,
+        ),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         cwd=Path(__file__).parents[2],
@@ -253,7 +279,9 @@ async def child(url: str, effects: Effects) -> AsyncIterator[Child]:
         assert process.stdin is not None
         process.stdin.close()
         async with asyncio.timeout(PATIENCE):
-            assert await process.wait() == 0 or started.is_killed, "the child broke; why is on its standard error"
+            assert await process.wait() == 0 or started.is_killed, (
+                "the child broke; why is on its standard error"
+            )
     finally:
         if process.returncode is None:
             process.kill()
@@ -279,7 +307,9 @@ class Served:
     async def run(self) -> None:
         lines = asyncio.StreamReader(limit=1 << 24)
         loop = asyncio.get_running_loop()
-        pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+        pipe, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(lines), sys.stdin
+        )
         async with asyncio.TaskGroup() as tasks:
             while line := await lines.readline():
                 word, *args = json.loads(line)
@@ -306,7 +336,9 @@ class Served:
         self._go.set()
 
     async def pause(self, how: str) -> None:
-        """What `hold` does after its effect: "wait" for the word `go`, or "stop" the process with all its threads."""
+        """What `hold` does after its effect: "wait" for the word `go`, or "stop" the process with
+        all its threads.
+        """
         self._how = how
         self._say("pause")
 
@@ -318,21 +350,30 @@ class Served:
             await self._go.wait()
 
     async def race(self, keys: list[str], copies: int, side_by_side: int) -> None:
-        """Every key so many times at once, in an order of our own, as soon as the word `go` comes."""
+        """Call every key so many times at once, in our own order, after the word `go`."""
         random.shuffle(keys)
         self._say("ready")
         await self._go.wait()
-        told: defaultdict[str, Counter[bytes]] = defaultdict(Counter)
+        answers_by_key: defaultdict[str, Counter[bytes]] = defaultdict(Counter)
         for start in range(0, len(keys), side_by_side):
             now = [key for key in keys[start : start + side_by_side] for _ in range(copies)]
             calls = [call("charge", {"order": 7}, number, key) for number, key in enumerate(now)]
             replies = await asyncio.gather(*map(self._app.handle, calls))
             for key, reply in zip(now, replies, strict=True):
-                told[key][_without_id(reply or b"")] += 1
-        self._say("race", {key: {answer.decode(): n for answer, n in answers.items()} for key, answers in told.items()})
+                answers_by_key[key][_without_id(reply or b"")] += 1
+        self._say(
+            "race",
+            {
+                key: {answer.decode(): n for answer, n in answers.items()}
+                for key, answers in answers_by_key.items()
+            },
+        )
 
     async def become(self, user: int, group: int) -> None:
-        """Become another user. It may not be allowed to import anything, so all late imports happen now."""
+        """Become another user.
+
+        It may not be allowed to import anything, so all late imports happen now.
+        """
         with tempfile.TemporaryDirectory() as folder:
             async with make_shop(f"sqlite:{folder}/ledger.db", Effects(f"{folder}/effects")) as app:
                 await self._caller.call(app, "charge", "any")
@@ -363,4 +404,8 @@ class Served:
 
 def _without_id(reply: bytes) -> bytes:
     answer = msgspec.json.decode(reply, type=dict[str, msgspec.Raw])
-    return b"".join(name.encode() + b":" + bytes(value) for name, value in sorted(answer.items()) if name != "id")
+    return b"".join(
+        name.encode() + b":" + bytes(value)
+        for name, value in sorted(answer.items())
+        if name != "id"
+    )

@@ -18,7 +18,7 @@ def effects(tmp_path: Path) -> Effects:
 
 @pytest.fixture
 def caller(effects: Effects) -> Iterator[Caller]:
-    """At the end of the test, its answers are compared with the effects."""
+    """At the end of the test, the fixture compares its answers with the effects."""
     caller = Caller()
     yield caller
     check(caller.history, effects.all(), most=caller.most)
@@ -35,7 +35,7 @@ def front(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Front]:
 async def two(front: Front, effects: Effects, caller: Caller) -> AsyncIterator[Two]:
     two = Two(front, effects)
     async with two.cut, two.safe:
-        for app in (two.cut, two.safe):  # scripts are known, connections are there
+        for app in (two.cut, two.safe):  # scripts are loaded, connections are open
             for method in ("charge", "careful"):
                 assert (await caller.call(app, method, f"{method}-{id(app)}")).error is None
         yield two

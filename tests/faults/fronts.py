@@ -23,7 +23,7 @@ durable = pytest.mark.parametrize("store", DURABLE, indirect=True)
 losses = pytest.mark.parametrize("loss", ["request", "answer"])
 
 
-# What a transition looks like on its way to the server.
+# The bytes of a transition that is sent to the server.
 TRANSITIONS = {
     "redis": {
         "claim": SCRIPTS["claim"][1].encode(),
@@ -46,12 +46,13 @@ TRANSITIONS = {
 }
 
 
-# How often the ledger sends it before it gives up: PostgreSQL's sends claims and completions a second time.
+# How often the ledger sends it before it gives up: PostgreSQL's sends claims and completions a
+# second time.
 SENDINGS = {("postgres", "claim"): 2, ("postgres", "complete"): 2}
 
 
 class Pause:
-    """Where a handler stands still: `entered` waits until it is there, `go` lets it go on."""
+    """Where a handler stands still: `entered` waits until it is there, `go` lets it continue."""
 
     def __init__(self) -> None:
         self._entered = asyncio.Event()
@@ -95,7 +96,7 @@ def target(store: Store) -> tuple[str, int] | str:
 
 
 class Two:
-    """The app whose connections are cut, and one that nothing happens to, with the same commands."""
+    """The app whose connections are cut, and one without faults, with the same commands."""
 
     def __init__(self, front: Front, effects: Effects) -> None:
         self._failed: set[str | None] = set()
@@ -138,7 +139,7 @@ class Two:
 
 
 async def reads_until(app: App, *calls: asyncio.Task[Answer]) -> int:
-    """Queries go on while commands wait: how many there were until these calls had ended."""
+    """Queries work while commands wait: return how many there were until these calls had ended."""
     queries = 0
     while not all(one.done() for one in calls):
         assert result(await app.handle(call("read"))) == 1

@@ -1,18 +1,23 @@
 """A TCP proxy on loopback between a ledger and its server that loses messages on purpose.
 
-It lives in a thread with an event loop of its own, so it works on while the test waits, and a plain call from the test arms
-a fault. A fault meets the bytes that come by afterwards, on whatever connection:
+It lives in a thread with its own event loop, so it continues while the test waits, and a plain call
+from the test arms a fault. A fault applies to the bytes that arrive afterwards, on any connection:
 
-    lose("request", b"COMMIT")    the client has sent it, the server never sees it, the connection is gone
-    lose("answer", b"COMMIT")     the server has answered, the client never sees that, the connection is gone
-    lose("hush", b"COMMIT")       the server has answered, the client never sees that, and waits: the connection stays
-    delay(b"COMMIT")              the client has sent it; the server sees it after `flow()`, even if the client is gone then
+    lose("request", b"COMMIT")    the client has sent it, the server never sees it, and the
+                                  connection is gone
+    lose("answer", b"COMMIT")     the server has answered, the client never sees that, and the
+                                  connection is gone
+    lose("hush", b"COMMIT")       the server has answered, the client never sees that, and waits: the
+                                  connection stays
+    delay(b"COMMIT")              the client has sent it; the server sees it after `flow()`, even if
+                                  the client is gone then
     note(b"COMMIT")               nothing happens to it, but it was seen
-    cut_after(17, "up")           17 more bytes reach the server, then the connection is gone ("down": reach the client)
-    vanish_after(17)              17 more bytes reach the server, then the client's host is gone: the server hears nothing,
-                                  not even the end of the connection
+    cut_after(17, "up")           17 more bytes reach the server, then the connection is gone
+                                  ("down": reach the client)
+    vanish_after(17)              17 more bytes reach the server, then the client's host is gone: the server
+                                  learns nothing, not even that the connection ended
 
-    stall("down")                 nothing goes in that direction, on any connection, until `flow()`
+    stall("down")                 no bytes pass in that direction, on any connection, until `flow()`
     cut()                         all connections are gone
     refuse(), admit()             new connections are refused, or accepted again
     away()                        both, for a `with` block
@@ -38,10 +43,13 @@ LONGEST_PATTERN = 200
 
 
 class Fault:
-    """What shall happen to bytes that come by; `happened` tells how often it did."""
+    """The effect on bytes that arrive; `happened` counts how often it occurred."""
 
     def __init__(
-        self, what: Literal["request", "answer", "hush", "delay", "note", "cut", "vanish"], *, times: int = 1
+        self,
+        what: Literal["request", "answer", "hush", "delay", "note", "cut", "vanish"],
+        *,
+        times: int = 1,
     ) -> None:
         self.what = what
         self.times = times
@@ -61,11 +69,13 @@ class Fault:
             self._over.set()
 
     async def wait(self) -> None:
-        """Until it has happened as often as it shall."""
-        assert await asyncio.to_thread(self._over.wait, PATIENCE), f"it did not happen: {self.what} {self.pattern!r}"
+        """Wait until it has occurred as often as requested."""
+        assert await asyncio.to_thread(self._over.wait, PATIENCE), (
+            f"it did not happen: {self.what} {self.pattern!r}"
+        )
 
     def end(self) -> None:
-        """It shall not happen any more."""
+        """Disarm the fault."""
         self.times = 0
 
 
@@ -79,13 +89,16 @@ class Proxy:
         self._target = target
         self._faults: list[Fault] = []
         self._links: set[_Link] = set()
-        self.left_open: list[asyncio.StreamWriter] = []  # to the server, by clients whose host is gone
+        # To the server, by clients whose host is gone.
+        self.left_open: list[asyncio.StreamWriter] = []
         self._serving: set[asyncio.Task[Any]] = set()
         self._server: asyncio.Server | None = None
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._live()), name="proxy", daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._live()), name="proxy", daemon=True
+        )
         self._started = threading.Event()
 
-    # --- for tests ---------------------------------------------------------------------------------------------------
+    # --- for tests --------------------------------------------------------------------------------
 
     def __enter__(self) -> "Proxy":
         self._thread.start()
@@ -96,7 +109,9 @@ class Proxy:
         self._loop.call_soon_threadsafe(self._end.set)
         self._thread.join(PATIENCE)
 
-    def lose(self, what: Literal["request", "answer", "hush"], pattern: bytes, *, times: int = 1) -> Fault:
+    def lose(
+        self, what: Literal["request", "answer", "hush"], pattern: bytes, *, times: int = 1
+    ) -> Fault:
         return self._arm(Fault(what, times=times), pattern)
 
     def delay(self, pattern: bytes, *, times: int = 1) -> Fault:
@@ -107,7 +122,8 @@ class Proxy:
 
     def cut_after(self, count: int, direction: Direction) -> Fault:
         fault = Fault("cut")
-        fault.left, fault.direction = count, direction
+        fault.left = count
+        fault.direction = direction
         return self._arm(fault)
 
     def vanish_after(self, count: int) -> Fault:
@@ -116,7 +132,8 @@ class Proxy:
         return self._arm(fault)
 
     def cut(self) -> None:
-        self._call(self._cut)
+        """Cut all connections: when this returns, the proxy reads no more bytes of them."""
+        self._call(self._cut_now)
 
     def refuse(self) -> None:
         self._call(self._refuse)
@@ -150,7 +167,7 @@ class Proxy:
         return fault
 
     def _call(self, work: Callable[..., Any], *args: Any) -> None:
-        """Done in the proxy's own thread when this returns."""
+        """Run in the proxy's own thread, and wait for the end."""
 
         async def call() -> None:
             result = work(*args)
@@ -159,12 +176,16 @@ class Proxy:
 
         asyncio.run_coroutine_threadsafe(call(), self._loop).result(PATIENCE)
 
-    # --- in the thread -----------------------------------------------------------------------------------------------
+    # --- in the thread ----------------------------------------------------------------------------
 
     async def _live(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._end, self._delayed = asyncio.Event(), asyncio.Event()
-        self._flows: dict[Direction, asyncio.Event] = {"up": asyncio.Event(), "down": asyncio.Event()}
+        self._end = asyncio.Event()
+        self._delayed = asyncio.Event()
+        self._flows: dict[Direction, asyncio.Event] = {
+            "up": asyncio.Event(),
+            "down": asyncio.Event(),
+        }
         for gate in self._flows.values():
             gate.set()
         await self._listen()
@@ -190,6 +211,12 @@ class Proxy:
         for link in self._links:
             link.cut()
 
+    async def _cut_now(self) -> None:
+        links = list(self._links)
+        self._cut()
+        for link in links:
+            await link.is_closed.wait()
+
     async def _accept(self, *client: Any) -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -209,19 +236,29 @@ class Proxy:
             return await asyncio.open_unix_connection(self._target)
         return await asyncio.open_connection(*self._target)
 
-    # --- for links ---------------------------------------------------------------------------------------------------
+    # --- for links --------------------------------------------------------------------------------
 
     def called_up(self, before: bytes, data: bytes) -> Fault | None:
-        """The fault that these bytes, on their way to the server, call up; its pattern may begin in those before them."""
+        """The fault that these bytes to the server trigger; its pattern may begin in those before
+        them.
+        """
         for fault in self._faults:
-            if fault.pattern and not fault.is_over and fault.pattern in before[1 - len(fault.pattern) :] + data:
+            if (
+                fault.pattern
+                and not fault.is_over
+                and fault.pattern in before[1 - len(fault.pattern) :] + data
+            ):
                 return fault
         return None
 
     def admitted(self, count: int, direction: Direction) -> tuple[int, Fault | None]:
         """How many of so many bytes may pass, and the fault that keeps back the rest."""
         for fault in self._faults:
-            if fault.what in ("cut", "vanish") and fault.direction == direction and not fault.is_over:
+            if (
+                fault.what in ("cut", "vanish")
+                and fault.direction == direction
+                and not fault.is_over
+            ):
                 if count > fault.left:
                     return fault.left, fault
                 fault.left -= count
@@ -243,6 +280,8 @@ class _Link:
         self._server = server
         self._swallows: Fault | None = None  # what comes from the server next is lost
         self._is_cut = asyncio.Event()
+        # Neither connection is read any more.
+        self.is_closed = asyncio.Event()
         self._is_vanished = False
 
     def cut(self) -> None:
@@ -251,17 +290,24 @@ class _Link:
             self._is_cut.set()
 
     async def run(self) -> None:
-        parts = [asyncio.create_task(part) for part in (self._up(), self._down(), self._is_cut.wait())]
+        parts = [
+            asyncio.create_task(part) for part in (self._up(), self._down(), self._is_cut.wait())
+        ]
         await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
         for part in parts:
             part.cancel()
         await asyncio.gather(*parts, return_exceptions=True)
         if self._is_vanished:
             self._proxy.left_open.append(self._server[1])
-        for _, writer in (self._client, self._server):
-            if writer in self._proxy.left_open:
-                continue
+        ended = [
+            writer
+            for _, writer in (self._client, self._server)
+            if writer not in self._proxy.left_open
+        ]
+        for writer in ended:
             writer.close()
+        self.is_closed.set()
+        for writer in ended:
             with suppress(OSError):
                 await writer.wait_closed()
 
@@ -278,7 +324,7 @@ class _Link:
         return True
 
     async def _meet(self, fault: Fault) -> bool:
-        """Whether the bytes that called up the fault go on to the server."""
+        """Whether the bytes that triggered the fault are passed to the server."""
         if fault.what in ("answer", "hush"):
             self._swallows = fault
             return True

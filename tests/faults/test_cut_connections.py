@@ -1,4 +1,6 @@
-"""Connections cut within a transition, cut anywhere, or stalled: commands fail closed, and nothing doubles."""
+"""Connections cut within a transition, cut anywhere, or stalled: commands fail closed, and nothing
+doubles.
+"""
 
 import asyncio
 import time
@@ -14,18 +16,20 @@ from wirecall import Context
 from wirecall.ledger.base import State
 from wirecall.ledger.postgres import queue as postgres_queue
 
-# --- connections cut within a transition -----------------------------------------------------------------------------
+# --- connections cut within a transition ----------------------------------------------------------
 
 
 @losses
-async def test_a_lost_claim_is_refused_and_the_retry_runs(
+async def test_lost_claim_is_refused_and_the_retry_runs(
     front: Front, two: Two, caller: Caller, effects: Effects, loss: Loss
 ) -> None:
     fault = front.proxy.lose(loss, front.pattern("claim"), times=front.sendings("claim"))
     refused = await caller.call(two.cut, "charge", "key")
     assert refused.is_refused and fault.is_over
     assert effects.of("key") == []
-    answers = await asyncio.gather(*(caller.insist(app, "charge", "key") for app in (two.cut, two.safe)))
+    answers = await asyncio.gather(
+        *(caller.insist(app, "charge", "key") for app in (two.cut, two.safe))
+    )
     assert Counter(answer.is_replayed for answer in answers) == {False: 1, True: 1}
     assert len(effects.of("key")) == 1
 
@@ -33,7 +37,7 @@ async def test_a_lost_claim_is_refused_and_the_retry_runs(
 @losses
 @pytest.mark.parametrize("front", ["postgres"], indirect=True)
 @pytest.mark.parametrize("transition", ["claim", "complete"])
-async def test_a_lost_statement_is_sent_again_if_that_is_safe(
+async def test_lost_statement_is_sent_again_if_that_is_safe(
     front: Front, two: Two, caller: Caller, effects: Effects, transition: str, loss: Loss
 ) -> None:
     fault = front.proxy.lose(loss, front.pattern(transition))
@@ -45,10 +49,12 @@ async def test_a_lost_statement_is_sent_again_if_that_is_safe(
 
 
 @pytest.mark.parametrize("front", ["postgres"], indirect=True)
-async def test_a_claim_whose_answer_is_lost_for_longer_than_its_lease_is_still_its_own(
+async def test_claim_keeps_its_record_if_its_answer_is_lost_for_longer_than_its_lease(
     front: Front, caller: Caller, effects: Effects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ledger sends it again, after 0.3 s: its first record must not stand for a holder that vanished."""
+    """The ledger sends it again, after 0.3 s: its first record must not stand for a holder that
+    vanished.
+    """
     async with make_shop(impatient(front, monkeypatch), effects) as app:
 
         @app.command(lease=0.05)
@@ -65,7 +71,7 @@ async def test_a_claim_whose_answer_is_lost_for_longer_than_its_lease_is_still_i
 
 @pytest.mark.parametrize("front", ["postgres"], indirect=True)
 @pytest.mark.parametrize("missing", [1, 5, 6])  # bytes; a Sync, where there is one, has 5
-async def test_a_host_that_vanishes_within_its_claim_does_not_lock_the_key(
+async def test_host_that_vanishes_within_its_claim_does_not_lock_the_key(
     front: Front, two: Two, caller: Caller, effects: Effects, missing: int
 ) -> None:
     before = front.proxy.passed["up"]
@@ -80,7 +86,7 @@ async def test_a_host_that_vanishes_within_its_claim_does_not_lock_the_key(
     assert len(effects.of("yek")) == 1
 
 
-async def test_a_lost_claim_is_taken_back_even_if_the_store_stays_away_for_longer_than_the_lease(
+async def test_lost_claim_is_released_even_if_the_store_is_away_for_longer_than_the_lease(
     front: Front, two: Two, caller: Caller, effects: Effects
 ) -> None:
     front.proxy.refuse()
@@ -90,25 +96,30 @@ async def test_a_lost_claim_is_taken_back_even_if_the_store_stays_away_for_longe
     await lease_is_over(front.store, "hold", "key")
     front.proxy.admit()
     two.pause.go.set()
-    unsure = await caller.call(two.safe, "hold", "key")  # perhaps before the clean-up; then it is unknown, for a moment
+    # Perhaps before the clean-up; then it is unknown, for a moment.
+    unsure = await caller.call(two.safe, "hold", "key")
     assert unsure.error is None or unsure.ran == "unknown"
     assert (await caller.insist(two.cut, "hold", "key", seconds=5)).error is None
     assert len(effects.of("key")) == 1
 
 
-async def test_a_claim_that_arrives_after_its_clean_up_is_taken_back_too(
+async def test_claim_that_arrives_after_its_clean_up_is_released(
     front: Front, effects: Effects, caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("wirecall.commands.background.UNCLAIM_AGAIN", 1.0)
     patience = postgres_queue.PATIENCE
-    async with make_shop(impatient(front, monkeypatch), effects) as app, make_shop(front.store.url, effects) as safe:
+    async with (
+        make_shop(impatient(front, monkeypatch), effects) as app,
+        make_shop(front.store.url, effects) as safe,
+    ):
         await caller.call(app, "charge", "first")
         late = front.proxy.delay(front.pattern("claim"), times=front.sendings("claim"))
         looked = front.proxy.note(front.pattern("get"))
         refused = await caller.call(app, "charge", "key")
         assert refused.is_refused and late.is_over
         await looked.wait()
-        monkeypatch.setattr(postgres_queue, "PATIENCE", patience)  # other ledgers have the time that a busy machine needs
+        # Other ledgers have the time that a busy machine needs.
+        monkeypatch.setattr(postgres_queue, "PATIENCE", patience)
         assert await find(front.store, "charge", "key") is None
         front.proxy.flow()
         await eventually(lambda: find(front.store, "charge", "key"))
@@ -116,7 +127,7 @@ async def test_a_claim_that_arrives_after_its_clean_up_is_taken_back_too(
     assert len(effects.of("key")) == 1
 
 
-async def test_a_caller_that_leaves_in_the_middle_of_its_claim_leaves_nothing_behind(
+async def test_caller_that_leaves_in_the_middle_of_its_claim_leaves_nothing_behind(
     front: Front, two: Two, caller: Caller, effects: Effects
 ) -> None:
     late = front.proxy.delay(front.pattern("claim"))
@@ -130,7 +141,7 @@ async def test_a_caller_that_leaves_in_the_middle_of_its_claim_leaves_nothing_be
 
 
 @pytest.mark.parametrize("how", ["lost", "cancelled"])
-async def test_a_lost_take_over_does_not_take_the_record_of_the_first_holder_with_it(
+async def test_lost_take_over_does_not_remove_the_record_of_the_first_holder(
     front: Front, two: Two, caller: Caller, effects: Effects, how: str
 ) -> None:
     two.pause.go.set()
@@ -150,12 +161,14 @@ async def test_a_lost_take_over_does_not_take_the_record_of_the_first_holder_wit
         task.cancel()
         front.proxy.flow()
     answer = await caller.insist(two.cut, "hold_reconcile", "key")
-    assert [effect.run for effect in effects.of("key")] == [answer.result], "it was done; reconcile would have found out"
+    assert [effect.run for effect in effects.of("key")] == [answer.result], (
+        "it was done; reconcile would have found out"
+    )
 
 
 @losses
 @pytest.mark.parametrize("method", ["careful", "careful_in_a_thread"])
-async def test_a_lost_commit_point_stops_the_handler_before_its_effect(
+async def test_lost_commit_point_stops_the_handler_before_its_effect(
     front: Front, two: Two, caller: Caller, effects: Effects, loss: Loss, method: str
 ) -> None:
     fault = front.proxy.lose(loss, front.pattern("commit_point"))
@@ -167,7 +180,7 @@ async def test_a_lost_commit_point_stops_the_handler_before_its_effect(
 
 
 @losses
-async def test_a_lost_completion_costs_the_caller_nothing_and_is_recorded_later(
+async def test_lost_completion_costs_the_caller_nothing_and_is_recorded_later(
     front: Front, two: Two, caller: Caller, effects: Effects, loss: Loss
 ) -> None:
     fault = front.proxy.lose(loss, front.pattern("complete"), times=front.sendings("complete"))
@@ -178,7 +191,7 @@ async def test_a_lost_completion_costs_the_caller_nothing_and_is_recorded_later(
     assert len(effects.of("key")) == 1
 
 
-async def test_a_completion_is_recorded_once_the_store_is_back(
+async def test_completion_is_recorded_once_the_store_is_back(
     front: Front, two: Two, caller: Caller, effects: Effects
 ) -> None:
     first = await two.held(caller, "hold")
@@ -195,7 +208,7 @@ async def test_a_completion_is_recorded_once_the_store_is_back(
 
 
 @losses
-async def test_a_lost_release_ends_with_the_lease(
+async def test_lost_release_ends_with_the_lease(
     front: Front, two: Two, caller: Caller, effects: Effects, loss: Loss
 ) -> None:
     fault = front.proxy.lose(loss, front.pattern("release"))
@@ -206,7 +219,7 @@ async def test_a_lost_release_ends_with_the_lease(
 
 
 @losses
-async def test_a_lost_abandon_ends_with_the_lease_and_the_command_is_not_run_again(
+async def test_lost_abandon_ends_with_the_lease_and_the_command_is_not_run_again(
     front: Front, two: Two, caller: Caller, effects: Effects, loss: Loss
 ) -> None:
     fault = front.proxy.lose(loss, front.pattern("abandon"))
@@ -218,7 +231,7 @@ async def test_a_lost_abandon_ends_with_the_lease_and_the_command_is_not_run_aga
 
 
 @losses
-async def test_a_lost_heartbeat_does_not_lose_the_record(
+async def test_lost_heartbeat_does_not_lose_the_record(
     front: Front, two: Two, caller: Caller, effects: Effects, loss: Loss
 ) -> None:
     fault = front.proxy.lose(loss, front.pattern("heartbeat"))
@@ -233,7 +246,7 @@ async def test_a_lost_heartbeat_does_not_lose_the_record(
     assert len(effects.of("key")) == 1
 
 
-async def test_a_holder_cut_off_for_longer_than_its_lease_still_brings_the_truth(
+async def test_holder_cut_off_for_longer_than_its_lease_still_reports_its_outcome(
     front: Front, two: Two, caller: Caller, effects: Effects
 ) -> None:
     first = await two.held(caller, "hold")
@@ -248,7 +261,7 @@ async def test_a_holder_cut_off_for_longer_than_its_lease_still_brings_the_truth
     assert len(effects.of("key")) == 1
 
 
-async def test_a_holder_cut_off_in_rerun_mode_yields_to_its_successor(
+async def test_holder_cut_off_in_rerun_mode_yields_to_its_successor(
     front: Front, two: Two, caller: Caller, effects: Effects
 ) -> None:
     caller.most = 2
@@ -258,7 +271,9 @@ async def test_a_holder_cut_off_in_rerun_mode_yields_to_its_successor(
         assert successor.error is None and not successor.is_replayed
     await caller.insist(two.cut, "charge", "back-again")
     two.pause.go.set()
-    assert (await first).result == successor.result, "the first heard that it was too late, and what counts instead"
+    assert (await first).result == successor.result, (
+        "the first came too late, and got the outcome that counts instead"
+    )
     assert (await caller.call(two.safe, "hold_rerun", "key")).result == successor.result
     assert len(effects.of("key")) == 2, "rerun means: it may happen twice"
 
@@ -269,7 +284,7 @@ async def is_claimed_again(store: Store, method: str, key: str) -> bool:
 
 
 async def beats(store: Store, method: str, key: str, *, times: int) -> None:
-    """Until the lease has been renewed so many times."""
+    """Wait until the lease has been renewed so many times."""
     left = 0.0
     async with asyncio.timeout(PATIENCE):
         while times:
@@ -280,11 +295,11 @@ async def beats(store: Store, method: str, key: str, *, times: int) -> None:
             await asyncio.sleep(0.01)
 
 
-# --- connections cut anywhere, and stalled ---------------------------------------------------------------------------
+# --- connections cut anywhere, and stalled --------------------------------------------------------
 
 
 @pytest.mark.parametrize("direction", ["up", "down"])
-async def test_a_connection_may_be_cut_after_any_number_of_bytes(
+async def test_connection_may_be_cut_after_any_number_of_bytes(
     front: Front, two: Two, caller: Caller, effects: Effects, direction: Direction
 ) -> None:
     before = front.proxy.passed[direction]
@@ -300,12 +315,17 @@ async def test_a_connection_may_be_cut_after_any_number_of_bytes(
         assert (await caller.insist(two.safe, "charge", key)).error is None
         assert len(effects.of(key)) == 1
         cuts += fault.happened
-    assert cuts >= 19  # numbers in the traffic have more or fewer digits, so the very last bytes may not be reached
+    # Numbers in the traffic have more or fewer digits, so the very last bytes may not be reached.
+    assert cuts >= 19
 
 
 @pytest.mark.parametrize("direction", ["up", "down"])
-async def test_a_store_that_falls_silent_refuses_commands_and_lets_queries_go_on(
-    front: Front, effects: Effects, caller: Caller, direction: Direction, monkeypatch: pytest.MonkeyPatch
+async def test_silent_store_refuses_commands_but_not_queries(
+    front: Front,
+    effects: Effects,
+    caller: Caller,
+    direction: Direction,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with make_shop(impatient(front, monkeypatch), effects) as app:
         await caller.call(app, "charge", "first")
@@ -334,7 +354,9 @@ async def test_duplicates_of_a_refused_command_are_not_refused_one_after_another
     assert answered == 16
 
 
-async def test_refusals_stay_quick_however_many_there_were(front: Front, effects: Effects, caller: Caller) -> None:
+async def test_refusals_stay_quick_after_many_of_them(
+    front: Front, effects: Effects, caller: Caller
+) -> None:
     async with make_shop(front.url, effects) as app:
         await caller.call(app, "charge", "first")
         spent = []  # processor time, since others may keep this machine busy
@@ -342,12 +364,16 @@ async def test_refusals_stay_quick_however_many_there_were(front: Front, effects
             for many in (60, 600):
                 began = time.process_time()
                 async with asyncio.timeout(PATIENCE):
-                    answers = await asyncio.gather(*(caller.call(app, "charge", f"{many}-{n}") for n in range(many)))
+                    answers = await asyncio.gather(
+                        *(caller.call(app, "charge", f"{many}-{n}") for n in range(many))
+                    )
                 spent.append(time.process_time() - began)
                 assert all(answer.is_refused for answer in answers)
         assert (await caller.insist(app, "charge", "afterwards")).error is None
     assert [effect.key for effect in effects.all()] == ["first", "afterwards"]
-    assert spent[1] < 40 * spent[0], "ten times as many cost a hundred times as much if each looks at all that came before"
+    assert spent[1] < 40 * spent[0], (
+        "ten times as many cost a hundred times as much if each looks at all that came before"
+    )
 
 
 def impatient(front: Front, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.3) -> str:

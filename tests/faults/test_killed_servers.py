@@ -22,13 +22,15 @@ from wirecall import App, Context, DomainError
 from wirecall.ledger.postgres import queue as postgres_queue
 from wirecall.ledger.postgres import transaction as postgres_transaction
 
-# --- servers killed under load ---------------------------------------------------------------------------------------
+# --- servers killed under load --------------------------------------------------------------------
 
 CLIENTS = 8
 
 
 class OnePrimary(RedisCluster):
-    """A cluster of which one primary is killed, with a third of the records; the server that the URL names comes first."""
+    """A cluster of which one primary is killed, with a third of the records; the server that the
+    URL names comes first.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +45,10 @@ Servers: TypeAlias = Redis | OnePrimary | Postgres
 
 @pytest.fixture(params=[Redis, OnePrimary, Postgres])
 def own_server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Servers]:
-    """A server that this test may kill. PostgreSQL is that of all tests: a new one takes longer than most of them."""
+    """A server that this test may kill.
+
+    PostgreSQL is that of all tests: a new one takes longer than most of them.
+    """
     if request.param is Postgres:
         make_store("postgres", tmp_path, request.getfixturevalue)  # empties it
         shared: Postgres = request.getfixturevalue("postgres_server")
@@ -67,10 +72,11 @@ def start(server: Servers) -> None:
 
 
 @pytest.mark.long
-async def test_a_server_killed_under_load_doubles_nothing_and_loses_nothing(
+async def test_server_killed_under_load_doubles_nothing_and_loses_nothing(
     own_server: Servers, effects: Effects, caller: Caller
 ) -> None:
-    app, again = make_shop(own_server.url, effects), make_shop(own_server.url, effects)
+    app = make_shop(own_server.url, effects)
+    again = make_shop(own_server.url, effects)
 
     @app.command
     async def work(order: int, context: Context) -> str:
@@ -81,15 +87,17 @@ async def test_a_server_killed_under_load_doubles_nothing_and_loses_nothing(
 
     again.command(name="work")(nothing_to_do)
     async with app, again:
-        told = await told_while_killed(own_server, app, caller)
+        results = await results_while_killed(own_server, app, caller)
         assert {answer.code for answer in caller.history} == {0, 50310}
-        assert len(effects.all()) == len(told)
-        await all_is_replayed(again, caller, told)
+        assert len(effects.all()) == len(results)
+        await all_is_replayed(again, caller, results)
 
 
 @pytest.fixture
 def replicated() -> Iterator[RedisCluster]:
-    """A cluster whose primaries have a replica each; pytest reports a connection to it that a test has left open."""
+    """A cluster with a replica for each primary; pytest reports connections that a test does not
+    close.
+    """
     cluster = RedisCluster(replicas=1)
     try:
         cluster.start()
@@ -99,13 +107,16 @@ def replicated() -> Iterator[RedisCluster]:
         gc.collect()
 
 
-async def test_a_replica_that_takes_over_under_load_doubles_nothing_and_loses_nothing(
+async def test_replica_that_takes_over_under_load_doubles_nothing_and_loses_nothing(
     effects: Effects, caller: Caller, replicated: RedisCluster
 ) -> None:
-    """With `replicas=1`, acknowledged writes are on the replica, and no caller got an outcome that is not."""
+    """With `replicas=1`, acknowledged writes are on the replica, and so are all outcomes of
+    callers.
+    """
     cluster = replicated
     url = f"{cluster.nodes[1].url}?replicas=1"
-    app, again = make_shop(url, effects), make_shop(url, effects)
+    app = make_shop(url, effects)
+    again = make_shop(url, effects)
 
     @app.command
     async def work(order: int, context: Context) -> str:
@@ -118,22 +129,30 @@ async def test_a_replica_that_takes_over_under_load_doubles_nothing_and_loses_no
             await load.more("results", 100)
             await asyncio.to_thread(cluster.nodes[0].kill)
             await load.more("refusals", 20)
-            await asyncio.to_thread(cluster.wait_until, lambda: cluster.nodes[3].ask("ROLE")[0] == b"master")
+            await asyncio.to_thread(
+                cluster.wait_until, lambda: cluster.nodes[3].ask("ROLE")[0] == b"master"
+            )
             await asyncio.to_thread(cluster.nodes[0].start)  # a replica, from now on
             await load.more("results", 100)
-            # It leads again, and the connections to its former life are not left open.
+            # It leads again, and the old connections to it are closed.
             await asyncio.to_thread(cluster.wait_until, cluster.nodes[0].is_in_step)
-            cluster.nodes[0].ask("CLUSTER", "FAILOVER", "TAKEOVER")  # at once: an election may fail on a busy machine
-            await asyncio.to_thread(cluster.wait_until, lambda: cluster.nodes[0].ask("ROLE")[0] == b"master")
+            # At once: an election may fail on a busy machine.
+            cluster.nodes[0].ask("CLUSTER", "FAILOVER", "TAKEOVER")
+            await asyncio.to_thread(
+                cluster.wait_until, lambda: cluster.nodes[0].ask("ROLE")[0] == b"master"
+            )
             await load.more("results", 100)
-        told = {answer.key: answer.result for answer in caller.history if answer.error is None}
-        assert len(effects.all()) == len(told) >= 200
-        await all_is_replayed(again, caller, told)
+        results = {answer.key: answer.result for answer in caller.history if answer.error is None}
+        assert len(effects.all()) == len(results) >= 200
+        await all_is_replayed(again, caller, results)
 
 
 @pytest.mark.parametrize("own_server", [Postgres], indirect=True)
-async def test_transactions_in_a_server_killed_under_load_take_effect_exactly_once(own_server: Postgres) -> None:
-    bank, caller = Bank(own_server.url, own_server.url), Caller()
+async def test_transactions_in_a_server_killed_under_load_take_effect_exactly_once(
+    own_server: Postgres,
+) -> None:
+    bank = Bank(own_server.url, own_server.url)
+    caller = Caller()
     bank.safe.command(name="work")(nothing_to_do)
 
     @bank.app.query
@@ -145,16 +164,19 @@ async def test_transactions_in_a_server_killed_under_load_take_effect_exactly_on
         return await bank.book(context)
 
     async with bank.app, bank.safe:
-        told = await told_while_killed(own_server, bank.app, caller, refusals=0)  # they wait for news of their commit
+        # They wait for the result of their commit.
+        results = await results_while_killed(own_server, bank.app, caller, refusals=0)
         assert {answer.code for answer in caller.history} <= {0, 40910, 50310, 50910}
-        assert Counter(row.key for row in bank.rows()) == dict.fromkeys(told, 1)
-        await all_is_replayed(bank.safe, caller, told)
+        assert Counter(row.key for row in bank.rows()) == dict.fromkeys(results, 1)
+        await all_is_replayed(bank.safe, caller, results)
     check(caller.history, bank.rows())
 
 
-async def told_while_killed(server: Servers, app: App, caller: Caller, refusals: int = 20) -> dict[str, str]:
-    """The results that callers were given while the server was killed and started again, several times."""
-    rounds = 2 if isinstance(server, OnePrimary) else 3  # it takes its time to become whole again
+async def results_while_killed(
+    server: Servers, app: App, caller: Caller, refusals: int = 20
+) -> dict[str, str]:
+    """The results that callers got while the server was killed and started again, several times."""
+    rounds = 2 if isinstance(server, OnePrimary) else 3  # it needs time to become complete again
     async with Load(app, caller) as load:
         for _ in range(rounds):
             await load.more("results", 40)
@@ -163,14 +185,14 @@ async def told_while_killed(server: Servers, app: App, caller: Caller, refusals:
             await load.more("queries", 40)
             await asyncio.to_thread(start, server)
         await load.more("results", 40)
-    told = {answer.key: answer.result for answer in caller.history if answer.error is None}
-    assert len(told) >= 40 * (rounds + 1)
-    return told
+    results = {answer.key: answer.result for answer in caller.history if answer.error is None}
+    assert len(results) >= 40 * (rounds + 1)
+    return results
 
 
-async def all_is_replayed(app: App, caller: Caller, told: dict[str, str]) -> None:
-    answers = await asyncio.gather(*(caller.call(app, "work", key) for key in told))
-    assert {answer.key: answer.result for answer in answers} == told
+async def all_is_replayed(app: App, caller: Caller, results: dict[str, str]) -> None:
+    answers = await asyncio.gather(*(caller.call(app, "work", key) for key in results))
+    assert {answer.key: answer.result for answer in answers} == results
     assert all(answer.is_replayed for answer in answers)
 
 
@@ -179,7 +201,9 @@ async def nothing_to_do(order: int, context: Context) -> str:
 
 
 class Load:
-    """Clients that send one command after another, and one that reads, for as long as the block lasts."""
+    """Clients that send one command after another, and one that reads, for as long as the block
+    lasts.
+    """
 
     def __init__(self, app: App, caller: Caller) -> None:
         self._app = app
@@ -206,7 +230,7 @@ class Load:
         return sum(answer.code == 50310 for answer in self._caller.history)
 
     async def more(self, what: str, number: int) -> None:
-        """Until there are so many more of them."""
+        """Wait until there are so many more of them."""
         enough = getattr(self, what) + number
 
         async def are_there() -> bool:
@@ -229,7 +253,7 @@ class Load:
             await asyncio.sleep(0.002)
 
 
-# --- a transaction cut in its commit ---------------------------------------------------------------------------------
+# --- a transaction cut in its commit --------------------------------------------------------------
 
 
 class Bank:
@@ -279,7 +303,9 @@ only_postgres = pytest.mark.parametrize("front", ["postgres"], indirect=True)
 
 @only_postgres
 @losses
-async def test_a_commit_that_was_not_confirmed_is_settled_by_asking_the_server(front: Front, bank: Bank, loss: Loss) -> None:
+async def test_commit_that_was_not_confirmed_is_settled_by_asking_the_server(
+    front: Front, bank: Bank, loss: Loss
+) -> None:
     caller = Caller()
     await caller.call(bank.app, "book", "first")
     lost = front.proxy.lose(loss, b"COMMIT")
@@ -287,7 +313,9 @@ async def test_a_commit_that_was_not_confirmed_is_settled_by_asking_the_server(f
     answer = await caller.call(bank.app, "book", "key")
     assert answer.error is None and not answer.is_replayed
     assert lost.is_over and asked.is_over
-    assert bank.runs == (2 if loss == "answer" else 3), "what was not committed ran again, what was did not"
+    assert bank.runs == (2 if loss == "answer" else 3), (
+        "what was not committed ran again, what was did not"
+    )
     again = await caller.call(bank.safe, "book", "key")
     assert again.repeats(answer)
     assert [row.key for row in bank.rows()] == ["first", "key"]
@@ -296,7 +324,7 @@ async def test_a_commit_that_was_not_confirmed_is_settled_by_asking_the_server(f
 
 @only_postgres
 @losses
-async def test_a_commit_that_cannot_be_checked_is_unknown_and_the_retry_is_definite(
+async def test_commit_that_cannot_be_checked_is_unknown_and_the_retry_is_definite(
     front: Front, bank: Bank, loss: Loss, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(postgres_transaction, "SETTLE", 0.3)
@@ -315,8 +343,10 @@ async def test_a_commit_that_cannot_be_checked_is_unknown_and_the_retry_is_defin
 
 @only_postgres
 @losses
-@pytest.mark.parametrize("statement", [b"SAVEPOINT wirecall", b"INSERT INTO public.bookings"], ids=["begin", "handler"])
-async def test_a_transaction_cut_before_its_commit_leaves_nothing(
+@pytest.mark.parametrize(
+    "statement", [b"SAVEPOINT wirecall", b"INSERT INTO public.bookings"], ids=["begin", "handler"]
+)
+async def test_transaction_cut_before_its_commit_leaves_nothing(
     front: Front, bank: Bank, loss: Loss, statement: bytes
 ) -> None:
     caller = Caller()
@@ -333,13 +363,16 @@ async def test_a_transaction_cut_before_its_commit_leaves_nothing(
 
 @only_postgres
 @pytest.mark.parametrize(("part", "steps"), [("begin", 20), ("end", 3)])
-async def test_a_host_that_vanishes_within_a_message_locks_its_key_for_a_while_at_most(
+async def test_host_that_vanishes_within_a_message_locks_its_key_for_a_while_at_most(
     front: Front, bank: Bank, part: str, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server hears no end of the connection, and must not wait for the rest while it holds the record."""
-    monkeypatch.setattr(postgres_transaction, "SILENCE", 1.0)  # seconds that a handler may be silent
-    monkeypatch.setattr(postgres_transaction, "SETTLE", 0.01)  # no server is left to ask about its commit
-    caller, passed = Caller(), dict[str, int]()
+    """The server does not see the connection end, and must not hold the record during its wait."""
+    # Seconds that a handler may be silent.
+    monkeypatch.setattr(postgres_transaction, "SILENCE", 1.0)
+    # There is no server to ask about its commit.
+    monkeypatch.setattr(postgres_transaction, "SETTLE", 0.01)
+    caller = Caller()
+    passed = dict[str, int]()
     place: int | None = None
 
     @bank.app.command(on_crash="transactional", lease=LEASE)
@@ -357,7 +390,9 @@ async def test_a_host_that_vanishes_within_a_message_locks_its_key_for_a_while_a
     passed["idle"] = front.proxy.passed["up"]
     await caller.call(bank.app, "work", "whole")
     passed["done"] = front.proxy.passed["up"]
-    length = passed["begun"] - passed["idle"] if part == "begin" else passed["done"] - passed["handled"]
+    length = (
+        passed["begun"] - passed["idle"] if part == "begin" else passed["done"] - passed["handled"]
+    )
     keys = ["first", "whole"]
     for place in (length * step // steps for step in range(steps + 1)):
         keys += [f"connect-{place}", f"vanish-{place}"]
@@ -373,7 +408,8 @@ async def test_a_host_that_vanishes_within_a_message_locks_its_key_for_a_while_a
     check(caller.history, bank.rows())
 
 
-# What a handler does after its session was ended: nothing that would notice, one more statement, an error of its own.
+# What a handler does after its session has ended: nothing that notices, one more statement, its own
+# error.
 AFTERWARDS: dict[str, Callable[[Context], Awaitable[Any]]] = {
     "returns": lambda context: asyncio.sleep(0),
     "writes": lambda context: context.db.execute("SELECT 1"),
@@ -387,9 +423,12 @@ async def fail() -> None:
 
 @pytest.mark.parametrize("own_server", [Postgres], indirect=True)
 @pytest.mark.parametrize("afterwards", AFTERWARDS)
-async def test_a_server_killed_while_a_handler_runs_has_committed_nothing(own_server: Postgres, afterwards: str) -> None:
-    """COMMIT was not sent, so there is nothing to ask: the answer is definite, and comes at once."""
-    bank, caller = Bank(own_server.url, own_server.url), Caller()
+async def test_server_killed_while_a_handler_runs_has_committed_nothing(
+    own_server: Postgres, afterwards: str
+) -> None:
+    """COMMIT was not sent, so there is nothing to ask: the answer is definite and immediate."""
+    bank = Bank(own_server.url, own_server.url)
+    caller = Caller()
 
     @bank.app.command(on_crash="transactional")
     async def work(order: int, context: Context) -> str:
@@ -413,10 +452,12 @@ async def test_a_server_killed_while_a_handler_runs_has_committed_nothing(own_se
 @only_postgres
 @pytest.mark.parametrize("how", ["ended by the server", "cut"])
 @pytest.mark.parametrize("afterwards", AFTERWARDS)
-async def test_a_session_ended_while_its_handler_runs_has_committed_nothing(
+async def test_session_ended_while_its_handler_runs_has_committed_nothing(
     front: Front, bank: Bank, how: str, afterwards: str
 ) -> None:
-    """The server is there, but the handler may have been too slow for it: to run it again is for the caller to decide."""
+    """The server is available, but the handler may have been too slow: the caller decides about a
+    retry.
+    """
     caller = Caller()
 
     @bank.app.command(on_crash="transactional")
@@ -437,7 +478,8 @@ async def test_a_session_ended_while_its_handler_runs_has_committed_nothing(
 
 async def end_session(front: Front, context: Context, how: str) -> None:
     cursor = await context.db.execute("SELECT pg_backend_pid()")
-    row, file = await cursor.fetchone(), cursor.connection.fileno()
+    row = await cursor.fetchone()
+    file = cursor.connection.fileno()
     if how == "cut":
         front.proxy.cut()
     async with await psycopg.AsyncConnection.connect(front.store.url, autocommit=True) as db:
@@ -445,27 +487,32 @@ async def end_session(front: Front, context: Context, how: str) -> None:
             await db.execute("SELECT pg_terminate_backend(%s)", row)
 
         async def is_gone() -> bool:
-            return (await db.execute("SELECT FROM pg_stat_activity WHERE pid = %s", row)).rowcount == 0
+            return (
+                await db.execute("SELECT FROM pg_stat_activity WHERE pid = %s", row)
+            ).rowcount == 0
 
         await eventually(is_gone)
 
-    async def is_told() -> bool:  # the proxy is between them, and passes it on a moment later
+    async def has_arrived() -> bool:  # the proxy is between them, and passes it on a moment later
         return bool(select.select([file], [], [], 0)[0])
 
     if how == "ended by the server":
-        await eventually(is_told)
+        await eventually(has_arrived)
 
 
 @only_postgres
 async def test_transactions_are_refused_together_where_no_connection_can_be_made(
     front: Front, bank: Bank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They do not wait for a connection to become free: none can."""
+    """They do not wait for a connection to become free: there cannot be one."""
     caller = Caller()
     await caller.call(bank.app, "book", "first")
     monkeypatch.setattr(postgres_queue, "FREE_WITHIN", 600.0)  # the pool itself gives up after 30 s
     with front.proxy.away():
-        calls = [asyncio.create_task(caller.call(bank.app, "book", f"key-{number}")) for number in range(600)]
+        calls = [
+            asyncio.create_task(caller.call(bank.app, "book", f"key-{number}"))
+            for number in range(600)
+        ]
         _, slow_ones = await asyncio.wait(calls, timeout=25)
         answers = await asyncio.gather(*calls)
     assert {(answer.code, answer.ran) for answer in answers} == {(50310, "no")}

@@ -1,4 +1,4 @@
-"""The connections to PostgreSQL live as long as their event loop, however it ends."""
+"""The connections to PostgreSQL live as long as their event loop, for every kind of end."""
 
 import asyncio
 import threading
@@ -27,7 +27,7 @@ def proxy(postgres_server: Postgres) -> Iterator[Proxy]:
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
-    """As a program does, but it must come to an end."""
+    """Run as a program does, but with a time limit."""
     loop = threading.Thread(target=asyncio.run, args=[work], daemon=True)
     loop.start()
     loop.join(PATIENCE)
@@ -39,7 +39,9 @@ def url_of(proxy: Proxy, name: str) -> str:
     return f"postgresql://postgres@127.0.0.1:{proxy.port}/postgres?{options}"
 
 
-def test_a_loop_that_ends_closes_the_connections_of_a_ledger_that_was_left_open(store: Store, proxy: Proxy) -> None:
+def test_loop_that_ends_closes_the_connections_of_an_open_ledger(
+    store: Store, proxy: Proxy
+) -> None:
     async def leave_open() -> None:
         ledger = await Store("postgres", url_of(proxy, "left-open") + "&pool=1").open()
         await ledger.counts()
@@ -53,13 +55,17 @@ def test_a_loop_that_ends_closes_the_connections_of_a_ledger_that_was_left_open(
     run(leave_open())
     ends_at = time.monotonic() + PATIENCE
     while sessions():
-        assert time.monotonic() < ends_at, "sessions are left"
+        assert time.monotonic() < ends_at, "sessions remain"
         time.sleep(0.01)
 
 
 @pytest.mark.parametrize("when", ["opening", "later"])
-def test_a_loop_may_end_while_a_connection_is_being_made(when: str, store: Store, proxy: Proxy) -> None:
-    """psycopg_pool's worker takes a cancellation for a failed attempt, and would wait for the next task for ever."""
+def test_loop_may_end_while_a_connection_is_being_made(
+    when: str, store: Store, proxy: Proxy
+) -> None:
+    """psycopg_pool's worker takes a cancellation for a failed attempt, and would wait for a task
+    forever.
+    """
 
     async def leave() -> None:
         stalled = Store("postgres", url_of(proxy, "stalled"))

@@ -15,6 +15,7 @@ from tests.transports import ask
 from wirecall import App
 from wirecall.ledger.base import LedgerDown
 from wirecall.ledger.memory import MemoryLedger
+from wirecall.transports.request import HttpRequest
 
 
 class Probe:
@@ -49,7 +50,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Redis | RedisCluster | Po
         server.close()
 
 
-async def test_a_server_that_is_killed_is_not_ready_until_it_is_back(
+async def test_killed_server_is_not_ready_until_it_returns(
     server: Redis | RedisCluster | Postgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("wirecall.app.ASK_WITHIN", PATIENCE)
@@ -64,7 +65,7 @@ async def test_a_server_that_is_killed_is_not_ready_until_it_is_back(
         await eventually(probe.is_ready)
 
 
-async def test_a_server_that_is_frozen_is_not_ready_within_the_deadline(
+async def test_frozen_server_is_not_ready_within_the_deadline(
     server: Redis | RedisCluster | Postgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("wirecall.app.ASK_EVERY", 0)
@@ -94,13 +95,17 @@ def frozen(server: Redis | RedisCluster | Postgres) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("server", [Redis, Postgres], indirect=True, scope="module")
-async def test_a_server_that_refuses_writes_is_not_ready(server: Redis | Postgres, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_server_that_refuses_writes_is_not_ready(
+    server: Redis | Postgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("wirecall.app.ASK_EVERY", 0)
     monkeypatch.setattr("wirecall.app.ASK_WITHIN", PATIENCE)
     async with make_app(ledger=server.url) as app:
         probe = Probe(app)
         assert await probe.is_ready()
-        order(server, "CONFIG SET maxmemory 1", "ALTER SYSTEM SET default_transaction_read_only = on")
+        order(
+            server, "CONFIG SET maxmemory 1", "ALTER SYSTEM SET default_transaction_read_only = on"
+        )
         await eventually(probe.is_not_ready)
         order(server, "CONFIG SET maxmemory 0", "ALTER SYSTEM RESET default_transaction_read_only")
         await eventually(probe.is_ready)
@@ -113,8 +118,10 @@ def order(server: Redis | Postgres, redis: str, postgres: str) -> None:
         server.run(postgres, "SELECT pg_reload_conf()")
 
 
-async def test_a_primary_that_is_left_keeps_a_cluster_ready() -> None:
-    """Without full coverage, what the others hold is still recorded: to send all work away would end that too."""
+async def test_cluster_is_ready_while_a_primary_remains() -> None:
+    """Without full coverage, the other primaries still record: to send all work away would end that
+    too.
+    """
     cluster = RedisCluster()
     try:
         cluster.start()
@@ -133,7 +140,7 @@ async def test_a_primary_that_is_left_keeps_a_cluster_ready() -> None:
         cluster.close()
 
 
-async def test_a_file_that_is_moved_away_is_not_ready_until_it_is_back(
+async def test_file_that_is_moved_away_is_not_ready_until_it_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("wirecall.app.ASK_EVERY", 0)
@@ -148,7 +155,7 @@ async def test_a_file_that_is_moved_away_is_not_ready_until_it_is_back(
         assert await probe.is_ready()
 
 
-async def test_a_disk_without_room_is_not_ready(tmp_path: Path) -> None:
+async def test_disk_without_room_is_not_ready(tmp_path: Path) -> None:
     """RLIMIT_FSIZE is for a process what a full disk is for all of them."""
     async with child(f"sqlite:{tmp_path / 'ledger.db'}", Effects(tmp_path / "effects")) as one:
 
@@ -167,7 +174,9 @@ async def test_a_disk_without_room_is_not_ready(tmp_path: Path) -> None:
 
 async def test_probes_share_one_question_and_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wirecall.app.ASK_EVERY", 1000)
-    asked, begun, answer = 0, asyncio.Event(), asyncio.Event()
+    asked = 0
+    begun = asyncio.Event()
+    answer = asyncio.Event()
 
     async def ping(_: MemoryLedger) -> None:
         nonlocal asked
@@ -187,11 +196,12 @@ async def test_probes_share_one_question_and_its_answer(monkeypatch: pytest.Monk
         assert (await probe.status(), asked) == (200, 2)
 
 
-async def test_a_ledger_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each question may hold a connection; and one that is late still counts when it comes."""
+async def test_ledger_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each question may hold a connection; a late answer still counts when it arrives."""
     monkeypatch.setattr("wirecall.app.ASK_EVERY", 0)
     monkeypatch.setattr("wirecall.app.ASK_WITHIN", 0.01)
-    asked, answer = 0, asyncio.Event()
+    asked = 0
+    answer = asyncio.Event()
 
     async def ping(_: MemoryLedger) -> None:
         nonlocal asked
@@ -205,3 +215,22 @@ async def test_a_ledger_that_does_not_answer_is_asked_once(monkeypatch: pytest.M
         assert asked == 1
         answer.set()
         await eventually(probe.is_ready)
+
+
+async def test_readiness_also_asks_the_program_around_the_app() -> None:
+    """`asgi(routes=, ready=)` adds endpoints, and reasons for not being ready."""
+    reasons: list[str | None] = ["bank is down", None]
+
+    async def ready() -> str | None:
+        return reasons.pop(0)
+
+    async def status(request: HttpRequest) -> None:
+        await request.respond(200, b'{"sessions":0}')
+
+    app = App("test", ledger="memory:")
+    server = app.asgi(routes={"/status": status}, ready=ready)
+    refused = await ask(server, "/readyz", method="GET")
+    assert (refused.status, refused.json["reason"]) == (503, "bank is down")
+    assert (await ask(server, "/readyz", method="GET")).status == 200
+    assert (await ask(server, "/status", method="GET")).json == {"sessions": 0}
+    await app.aclose()

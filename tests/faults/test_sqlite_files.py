@@ -21,7 +21,7 @@ from tests.servers import Store
 from wirecall import Context
 from wirecall.ledger.sqlite import file as sqlite_file
 
-# --- SQLite files that cannot be used --------------------------------------------------------------------------------
+# --- SQLite files that cannot be used -------------------------------------------------------------
 
 
 @pytest.fixture
@@ -57,7 +57,9 @@ def the_file_is_another_program_s(path: Path) -> Callable[[], None]:
 
 def the_file_is_from_the_future(path: Path) -> Callable[[], None]:
     with closing(sqlite3.connect(path)) as db:
-        db.execute("CREATE TABLE wirecall_meta (only INTEGER PRIMARY KEY, version INTEGER, fence INTEGER)")
+        db.execute(
+            "CREATE TABLE wirecall_meta (only INTEGER PRIMARY KEY, version INTEGER, fence INTEGER)"
+        )
         db.execute("CREATE TABLE wirecall_commands (caller TEXT, method TEXT, key TEXT)")
         db.execute("INSERT INTO wirecall_meta VALUES (1, 999, 0)")
         db.commit()
@@ -74,7 +76,7 @@ def the_file_is_from_the_future(path: Path) -> Callable[[], None]:
         the_file_is_from_the_future,
     ],
 )
-async def test_a_file_that_cannot_be_a_ledger(
+async def test_file_that_cannot_be_a_ledger_is_refused(
     spoil: Callable[[Path], Callable[[], None]], tmp_path: Path, effects: Effects, caller: Caller
 ) -> None:
     path = tmp_path / "folder" / "ledger.db"
@@ -92,9 +94,10 @@ async def test_a_file_that_cannot_be_a_ledger(
 
 
 @pytest.mark.parametrize("what", ["file", "folder"])
-async def test_a_file_or_folder_that_may_only_be_read(what: str) -> None:
+async def test_read_only_file_or_folder_refuses_commands(what: str) -> None:
     with folder_of_a_mere_user() as (folder, user):
-        path, effects = folder / "kept" / "ledger.db", Effects(folder / "effects")
+        path = folder / "kept" / "ledger.db"
+        effects = Effects(folder / "effects")
         async with child(url_of(path), effects) as before:
             await before.ask("become", *user)
             known = await before.call("charge", "known")
@@ -108,14 +111,19 @@ async def test_a_file_or_folder_that_may_only_be_read(what: str) -> None:
                 assert refused.is_refused
                 assert await one.ask("read") == 1
             closed.chmod(mode)
-            answers = [known, refused, await one.call("charge", "key"), await one.call("charge", "known")]
+            answers = [
+                known,
+                refused,
+                await one.call("charge", "key"),
+                await one.call("charge", "known"),
+            ]
         assert [answer.is_replayed for answer in answers] == [False, False, False, True]
         check(answers, effects.all())
 
 
 @contextmanager
 def folder_of_a_mere_user() -> Iterator[tuple[Path, tuple[int, int]]]:
-    """A folder, and a user that its permissions bind. They do not bind root, so under root it is another user."""
+    """A folder, and a user that its permissions bind: another user if the tests run as root."""
     folder = Path(tempfile.mkdtemp(prefix="wirecall-"))
     nobody = pwd.getpwnam("nobody")
     user = (nobody.pw_uid, nobody.pw_gid) if os.geteuid() == 0 else (os.geteuid(), os.getegid())
@@ -128,7 +136,9 @@ def folder_of_a_mere_user() -> Iterator[tuple[Path, tuple[int, int]]]:
         shutil.rmtree(folder)
 
 
-async def test_a_file_that_is_moved_away_and_back_while_it_is_open(path: Path, effects: Effects, caller: Caller) -> None:
+async def test_file_that_is_moved_away_and_back_while_it_is_open(
+    path: Path, effects: Effects, caller: Caller
+) -> None:
     away = path.with_name("away")
     async with make_shop(url_of(path), effects) as app:
         known = await caller.call(app, "charge", "known")
@@ -142,7 +152,9 @@ async def test_a_file_that_is_moved_away_and_back_while_it_is_open(path: Path, e
     assert len(effects.all()) == 2
 
 
-async def test_a_removed_and_recreated_file_does_not_split_the_ledger(path: Path, effects: Effects, caller: Caller) -> None:
+async def test_removed_and_recreated_file_does_not_split_the_ledger(
+    path: Path, effects: Effects, caller: Caller
+) -> None:
     async with make_shop(url_of(path), effects) as app:
         await caller.call(app, "charge", "known")
         for name in path.parent.glob("ledger.db*"):
@@ -150,16 +162,19 @@ async def test_a_removed_and_recreated_file_does_not_split_the_ledger(path: Path
         async with make_shop(url_of(path), effects) as other:
             assert (await caller.call(other, "charge", "key")).error is None
             refused = await Caller().call(app, "charge", "key")
-            assert refused.is_refused, "its own file knows nothing of this key"
+            assert refused.is_refused, "its own file does not have this key"
     assert len(effects.of("key")) == 1
 
 
-async def test_a_file_that_another_process_locks_for_long(
+async def test_file_that_another_process_locks_for_long_refuses_commands(
     path: Path, effects: Effects, caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sqlite_file, "PATIENCE", 0.3)
     pause = Pause()
-    async with child(url_of(path), effects) as locker, make_shop(url_of(path), effects, pause=pause) as app:
+    async with (
+        child(url_of(path), effects) as locker,
+        make_shop(url_of(path), effects, pause=pause) as app,
+    ):
         known = await caller.call(app, "charge", "known")
         begun = asyncio.create_task(caller.call(app, "hold", "begun"))
         await pause.entered()
@@ -168,7 +183,9 @@ async def test_a_file_that_another_process_locks_for_long(
         pause.go.set()
         queries = await reads_until(app, refused, begun)
         assert (await refused).is_refused and queries > 10
-        assert (await caller.call(app, "charge", "known")).result == known.result, "to read it, no lock is needed"
+        assert (await caller.call(app, "charge", "known")).result == known.result, (
+            "to read it, no lock is needed"
+        )
         await locker.ask("unlock")
         await eventually(lambda: is_done(Store("sqlite", url_of(path)), "hold", "begun"))
         assert (await caller.insist(app, "charge", "key")).error is None
@@ -177,16 +194,19 @@ async def test_a_file_that_another_process_locks_for_long(
     assert len(effects.all()) == 3
 
 
-# --- SQLite on a disk that fails -------------------------------------------------------------------------------------
+# --- SQLite on a disk that fails ------------------------------------------------------------------
 
 
-async def test_a_process_at_its_file_size_limit(path: Path, effects: Effects) -> None:
-    """The kernel's own refusal: RLIMIT_FSIZE, which is for a process what a full disk is for all of them."""
+async def test_file_size_limit_refuses_commands(path: Path, effects: Effects) -> None:
+    """The kernel's own refusal:
+
+    RLIMIT_FSIZE, which is for a process what a full disk is for all of them.
+    """
     async with child(url_of(path), effects) as one, child(url_of(path), effects) as other:
         answers = [await one.call("charge", "first")]
         await one.begin("hold", "begun")
         await one.ask("limit", 0)
-        await one.tell("go")
+        await one.send("go")
         begun = await one.answer()
         assert begun.error is None, "it has happened, whatever becomes of its record"
         answers.append(await one.call("charge", "key"))
@@ -206,12 +226,15 @@ async def test_a_process_at_its_file_size_limit(path: Path, effects: Effects) ->
 
 
 class Disk(apsw.VFS):
-    """The disk below all SQLite connections that are opened meanwhile. It can fail on purpose."""
+    """The disk below all SQLite connections that are opened while it is installed.
+
+    It can fail on purpose.
+    """
 
     def __init__(self) -> None:
         self.base = apsw.vfs_names()[0]
         self.writes = 0
-        self.fails_from = 0  # the write or flush from which on it fails; 0 for none
+        self.fails_from = 0  # the first write or flush that fails; 0 for none
         self.trouble: type[apsw.Error] = apsw.FullError
         super().__init__("failing", self.base, makedefault=True)
 
@@ -254,11 +277,15 @@ def disk() -> Iterator[Disk]:
 
 @pytest.mark.parametrize("trouble", [apsw.FullError, apsw.IOError])
 @pytest.mark.parametrize("method", ["charge", "book"])
-async def test_a_disk_that_fails_at_any_write(
+async def test_disk_may_fail_at_any_write(
     disk: Disk, trouble: type[apsw.Error], method: str, path: Path, effects: Effects
 ) -> None:
-    """A leased command, and one in a transaction with its effect. First every write fails, then all but one, and so on."""
-    app, caller = make_shop(url_of(path), effects), Caller()
+    """A leased command, and one in a transaction with its effect.
+
+    First every write fails, then all but one, and so on.
+    """
+    app = make_shop(url_of(path), effects)
+    caller = Caller()
 
     @app.command(on_crash="transactional")
     async def book(order: int, context: Context) -> str:

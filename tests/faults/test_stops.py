@@ -18,9 +18,9 @@ from tests.servers import Store, make_store
 from wirecall import App, Context
 from wirecall.ledger.base import State
 
-# --- servers that refuse ---------------------------------------------------------------------------------------------
+# --- servers that refuse --------------------------------------------------------------------------
 
-# What makes a server refuse to write, and what ends that.
+# Settings that make a server refuse to write, and those that end it.
 REFUSALS = {
     "redis-full": ("CONFIG SET maxmemory 1", "CONFIG SET maxmemory 0"),
     "redis-replica": ("REPLICAOF 127.0.0.1 1", "REPLICAOF NO ONE"),
@@ -28,17 +28,23 @@ REFUSALS = {
         "ALTER SYSTEM SET default_transaction_read_only = on",
         "ALTER SYSTEM RESET default_transaction_read_only",
     ),
-    "postgres-without-table": ("ALTER TABLE wirecall.ledger RENAME TO lost", "ALTER TABLE wirecall.lost RENAME TO ledger"),
+    "postgres-without-table": (
+        "ALTER TABLE wirecall.ledger RENAME TO lost",
+        "ALTER TABLE wirecall.lost RENAME TO ledger",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-async def test_a_server_that_refuses_to_write(
+async def test_server_that_refuses_to_write_refuses_commands(
     name: str, request: pytest.FixtureRequest, tmp_path: Path, effects: Effects, caller: Caller
 ) -> None:
     store = make_store(name.partition("-")[0], tmp_path, request.getfixturevalue)
     pause = Pause()
-    async with make_shop(store.url, effects, pause=pause) as app, make_shop(store.url, effects) as other:
+    async with (
+        make_shop(store.url, effects, pause=pause) as app,
+        make_shop(store.url, effects) as other,
+    ):
         await caller.call(other, "charge", "first")
         begun = asyncio.create_task(caller.call(app, "hold", "begun"))
         await pause.entered()
@@ -67,19 +73,23 @@ def order(store: Store, what: str) -> None:
         with closing(redis.Redis.from_url(store.url.partition("?")[0])) as client:
             client.execute_command(*what.split())  # type: ignore[no-untyped-call]
         return
-    with psycopg.connect(store.url, autocommit=True, options="-c default_transaction_read_only=off") as db:
+    with psycopg.connect(
+        store.url, autocommit=True, options="-c default_transaction_read_only=off"
+    ) as db:
         db.execute(what.encode())
         db.execute("SELECT pg_reload_conf()")
 
 
 async def refusal(caller: Caller, app: App) -> Answer | None:
-    """A refused command, once there is one: a setting takes a moment to reach all sessions."""
+    """A refused command, once there is one: a setting needs a moment to reach all sessions."""
     answer = await caller.call(app, "charge", f"key-{len(caller.history)}")
     assert answer.error is None or answer.is_refused, answer
     return answer if answer.error else None
 
 
-async def test_a_server_that_answers_garbage(front: Front, effects: Effects, caller: Caller) -> None:
+async def test_server_that_answers_garbage_refuses_commands(
+    front: Front, effects: Effects, caller: Caller
+) -> None:
     async def babble(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(bytes(range(256)))
         writer.close()
@@ -94,11 +104,13 @@ async def test_a_server_that_answers_garbage(front: Front, effects: Effects, cal
         assert (await caller.call(app, "charge", "key")).error is None
 
 
-# --- processes that are paused ---------------------------------------------------------------------------------------
+# --- processes that are paused --------------------------------------------------------------------
 
 
 @durable
-async def test_a_paused_holder_comes_back_with_the_truth(store: Store, effects: Effects, caller: Caller) -> None:
+async def test_paused_holder_returns_with_its_outcome(
+    store: Store, effects: Effects, caller: Caller
+) -> None:
     async with child(store.url, effects) as holder, make_shop(store.url, effects) as app:
         await holder.ask("pause", "stop")
         await holder.begin("hold", "key")
@@ -113,7 +125,9 @@ async def test_a_paused_holder_comes_back_with_the_truth(store: Store, effects: 
 
 
 @durable
-async def test_a_paused_holder_in_rerun_mode_finds_its_successor(store: Store, effects: Effects, caller: Caller) -> None:
+async def test_paused_holder_in_rerun_mode_finds_its_successor(
+    store: Store, effects: Effects, caller: Caller
+) -> None:
     caller.most = 2
     async with child(store.url, effects) as holder, make_shop(store.url, effects) as app:
         await holder.ask("pause", "stop")
@@ -128,11 +142,16 @@ async def test_a_paused_holder_in_rerun_mode_finds_its_successor(store: Store, e
 
 
 @durable
-async def test_a_paused_holder_and_its_successor_both_at_work(store: Store, effects: Effects, caller: Caller) -> None:
-    """The stale one ends first: its outcome must not be taken for the successor's."""
+async def test_paused_holder_and_its_successor_may_both_work(
+    store: Store, effects: Effects, caller: Caller
+) -> None:
+    """The stale one ends first: its outcome must not count as the successor's."""
     caller.most = 2
     pause = Pause()
-    async with child(store.url, effects) as holder, make_shop(store.url, effects, pause=pause) as app:
+    async with (
+        child(store.url, effects) as holder,
+        make_shop(store.url, effects, pause=pause) as app,
+    ):
         await holder.ask("pause", "stop")
         await holder.begin("hold_rerun", "key")
         successor = asyncio.create_task(caller.call(app, "hold_rerun", "key"))
@@ -148,14 +167,15 @@ async def test_a_paused_holder_and_its_successor_both_at_work(store: Store, effe
     assert len(effects.all()) == 2
 
 
-# --- apps that are stopped -------------------------------------------------------------------------------------------
+# --- apps that are stopped ------------------------------------------------------------------------
 
 
 class Stages:
     """Commands that stand still before their commit point, and after it."""
 
     def __init__(self, url: str, effects: Effects) -> None:
-        self.before, self.after = Pause(), Pause()
+        self.before = Pause()
+        self.after = Pause()
         self.app = make_shop(url, effects)
 
         @self.app.command(commit_point=True)
@@ -172,10 +192,11 @@ class Stages:
 
 
 @durable
-async def test_a_stop_finishes_commands_past_their_commit_point_and_releases_the_others(
+async def test_stop_finishes_commands_past_their_commit_point_and_releases_the_others(
     store: Store, effects: Effects, caller: Caller
 ) -> None:
-    stopped, other = Stages(store.url, effects), Stages(store.url, effects)
+    stopped = Stages(store.url, effects)
+    other = Stages(store.url, effects)
     other.before.go.set()
     async with other.app:
         early = asyncio.create_task(caller.call(stopped.app, "early", "early"))
@@ -196,7 +217,9 @@ async def test_a_stop_finishes_commands_past_their_commit_point_and_releases_the
 
 
 @durable
-async def test_an_app_that_stops_does_not_claim_any_more(store: Store, effects: Effects, caller: Caller) -> None:
+async def test_app_that_stops_does_not_claim(
+    store: Store, effects: Effects, caller: Caller
+) -> None:
     stopped = Stages(store.url, effects)
     late = asyncio.create_task(caller.call(stopped.app, "late", "late"))
     await stopped.after.entered()
@@ -214,10 +237,11 @@ async def test_an_app_that_stops_does_not_claim_any_more(store: Store, effects: 
 
 
 @durable
-async def test_a_handler_that_outlives_the_grace_is_said_to_be_unknown(
+async def test_handler_that_outlives_the_grace_has_an_unknown_outcome(
     store: Store, effects: Effects, caller: Caller
 ) -> None:
-    stopped, other = Stages(store.url, effects), Stages(store.url, effects)
+    stopped = Stages(store.url, effects)
+    other = Stages(store.url, effects)
     async with other.app:
         late = asyncio.create_task(caller.call(stopped.app, "late", "late"))
         await stopped.after.entered()
@@ -229,7 +253,7 @@ async def test_a_handler_that_outlives_the_grace_is_said_to_be_unknown(
 
 
 @durable
-async def test_a_stop_may_come_at_any_moment(store: Store, effects: Effects, caller: Caller) -> None:
+async def test_stop_may_come_at_any_moment(store: Store, effects: Effects, caller: Caller) -> None:
     async with make_shop(store.url, effects) as other:
         for moment in range(25):
             keys = [f"key-{moment}-{number}" for number in range(8)]
@@ -246,7 +270,9 @@ async def test_a_stop_may_come_at_any_moment(store: Store, effects: Effects, cal
     assert len(effects.all()) == 25 * 9
 
 
-async def test_a_stop_releases_a_claim_that_is_in_flight(front: Front, two: Two, caller: Caller, effects: Effects) -> None:
+async def test_stop_releases_a_claim_that_is_in_flight(
+    front: Front, two: Two, caller: Caller, effects: Effects
+) -> None:
     claim = front.proxy.delay(front.pattern("claim"))
     under_way = asyncio.create_task(caller.call(two.cut, "hold", "key"))
     await claim.wait()
@@ -260,7 +286,9 @@ async def test_a_stop_releases_a_claim_that_is_in_flight(front: Front, two: Two,
     assert len(effects.of("key")) == 1
 
 
-async def test_a_stop_retries_writes_that_failed_at_first(front: Front, two: Two, caller: Caller, effects: Effects) -> None:
+async def test_stop_retries_writes_that_failed_at_first(
+    front: Front, two: Two, caller: Caller, effects: Effects
+) -> None:
     first = await two.held(caller, "hold")
     with front.proxy.away():
         two.pause.go.set()

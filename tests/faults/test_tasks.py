@@ -1,4 +1,6 @@
-"""Tasks whose beginning, change or end is lost on its way: the next attempt finds what the first one did."""
+"""Tasks whose beginning, change or end is lost in transit: the next attempt finds what the first
+did.
+"""
 
 from typing import Any
 
@@ -12,7 +14,7 @@ from wirecall.ledger.redis.ledger import SCRIPTS
 
 TTL = 1000.0
 
-# What the steps look like on their way to the server.
+# The bytes of the steps that are sent to the server.
 STEPS = {
     "redis": {
         "name": SCRIPTS["begin_task"][1].encode(),
@@ -26,12 +28,17 @@ STEPS = {
 
 @losses
 @pytest.mark.parametrize(
-    ("front", "step"), [("redis", "name"), ("redis", "write"), ("redis", "hint"), ("postgres", "write")], indirect=["front"]
+    ("front", "step"),
+    [("redis", "name"), ("redis", "write"), ("redis", "hint"), ("postgres", "write")],
+    indirect=["front"],
 )
-async def test_a_beginning_that_was_lost_is_made_again_as_one_task(front: Front, loss: Loss, step: str) -> None:
+async def test_begin_task_that_was_lost_is_sent_again_as_one_task(
+    front: Front, loss: Loss, step: str
+) -> None:
     ledger = await open_ledger(front.url)
     record = await granted(ledger)
-    assert await ledger.begin_task(record.token, "known", b"{}", TTL)  # the server knows the scripts now
+    # The server has the scripts now.
+    assert await ledger.begin_task(record.token, "known", b"{}", TTL)
     fault = front.proxy.lose(loss, STEPS[front.kind][step])
     with pytest.raises(LedgerDown):
         await ledger.begin_task(record.token, "task", b"{}", TTL)
@@ -45,8 +52,8 @@ async def test_a_beginning_that_was_lost_is_made_again_as_one_task(front: Front,
 
 
 @losses
-async def test_a_change_that_was_lost_is_made_or_not(front: Front, loss: Loss) -> None:
-    """The answer is `LedgerDown` either way, and the version tells."""
+async def test_task_change_that_was_lost_is_made_or_not(front: Front, loss: Loss) -> None:
+    """The answer is `LedgerDown` either way, and the version shows which it was."""
     ledger = await open_ledger(front.url)
     record = await granted(ledger)
     assert await ledger.begin_task(record.token, "task", b"first", TTL)
@@ -58,14 +65,18 @@ async def test_a_change_that_was_lost_is_made_or_not(front: Front, loss: Loss) -
     assert fault.is_over
     found = await ledger.task("task")
     assert found is not None
-    assert (found.version, found.document) == ((3, b"third") if loss == "answer" else (2, b"second"))
+    assert (found.version, found.document) == (
+        (3, b"third") if loss == "answer" else (2, b"second")
+    )
     await ledger.aclose()
 
 
 @losses
 @pytest.mark.parametrize("front", ["postgres"], indirect=True)
-async def test_a_commit_on_a_record_under_a_lease_that_was_not_confirmed_is_settled(front: Front, loss: Loss) -> None:
-    """The record was there before the commit, so its being there proves nothing."""
+async def test_unconfirmed_commit_on_a_record_under_a_lease_is_settled(
+    front: Front, loss: Loss
+) -> None:
+    """The record existed before the commit, so its existence proves nothing."""
     with psycopg.connect(front.store.url, autocommit=True) as db:
         db.execute("DROP TABLE IF EXISTS public.bookings")
         db.execute("CREATE TABLE public.bookings (run integer)")
@@ -82,7 +93,9 @@ async def test_a_commit_on_a_record_under_a_lease_that_was_not_confirmed_is_sett
                 await transaction.complete(outcome_of(), RETENTION, undo=False)
     assert fault.is_over
     with psycopg.connect(front.store.url, autocommit=True) as db:
-        assert db.execute("SELECT count(*) FROM public.bookings").fetchone() == (1 if loss == "answer" else 0,)
+        assert db.execute("SELECT count(*) FROM public.bookings").fetchone() == (
+            1 if loss == "answer" else 0,
+        )
     after = await present(ledger)
     assert after.state is (State.DONE if loss == "answer" else State.RUNNING)
     assert loss == "answer" or same(after, record)

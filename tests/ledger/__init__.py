@@ -1,6 +1,7 @@
-"""What every store keeps, whatever it is made of: the same tests over memory, SQLite, Redis and PostgreSQL.
+"""The contract of a store, regardless of its kind: the same tests over memory, SQLite, Redis and
+PostgreSQL.
 
-Here are the words that the tests share. A lease is 30 s and a retention 1000 s unless a test says otherwise.
+The tests share these helpers. A lease is 30 s and a retention 1000 s unless a test says otherwise.
 """
 
 import asyncio
@@ -21,8 +22,14 @@ ID = RecordId("alice", "charge", "key-1")
 
 
 def claim_of(id: RecordId = ID, **fields: Any) -> Claim:
-    """A claim with a nonce of its own."""
-    terms = {"fingerprint": PRINT, "lease": LEASE, "retention": RETENTION, "on_crash": "unknown", "nonce": os.urandom(16)}
+    """A claim with its own nonce."""
+    terms = {
+        "fingerprint": PRINT,
+        "lease": LEASE,
+        "retention": RETENTION,
+        "on_crash": "unknown",
+        "nonce": os.urandom(16),
+    }
     return Claim(id=id, **{**terms, **fields})
 
 
@@ -34,7 +41,11 @@ async def granted(ledger: Ledger, id: RecordId = ID, **fields: Any) -> Record:
     """A record that a claim was granted: RUNNING, and the claimer's own."""
     claim = claim_of(id, **fields)
     record = await ledger.claim(claim)
-    assert (record.state, record.nonce, record.fingerprint) == (State.RUNNING, claim.nonce, claim.fingerprint)
+    assert (record.state, record.nonce, record.fingerprint) == (
+        State.RUNNING,
+        claim.nonce,
+        claim.fingerprint,
+    )
     return record
 
 
@@ -44,7 +55,9 @@ async def present(ledger: Ledger, id: RecordId = ID) -> Record:
     return record
 
 
-async def in_state(state: State, ledger: Ledger, store: Store, id: RecordId = ID, **fields: Any) -> Record:
+async def in_state(
+    state: State, ledger: Ledger, store: Store, id: RecordId = ID, **fields: Any
+) -> Record:
     """A record in that state, with the token of its last holder."""
     record = await granted(ledger, id, **fields)
     if state is State.WAITING:
@@ -63,7 +76,7 @@ async def in_state(state: State, ledger: Ledger, store: Store, id: RecordId = ID
 
 
 async def answers_again(ledger: Ledger) -> None:
-    """Wait for a ledger whose server has come back: it may let a moment pass between two attempts to reach it."""
+    """Wait for a ledger whose server has returned: it may pause between two attempts to reach it."""
     async with asyncio.timeout(10):
         while True:
             try:
@@ -74,8 +87,12 @@ async def answers_again(ledger: Ledger) -> None:
 
 
 def same(one: Record | None, other: Record | None) -> bool:
-    """Whether two views are of one unchanged record: only the clock went on between them."""
+    """Whether two views are of one unchanged record: only the clock advanced between them."""
     if one is None or other is None:
         return one is other
     still = structs.replace(one, lease_left=0) == structs.replace(other, lease_left=0)
-    return still and (one.lease_left > 0) == (other.lease_left > 0) and abs(one.lease_left - other.lease_left) < 10
+    return (
+        still
+        and (one.lease_left > 0) == (other.lease_left > 0)
+        and abs(one.lease_left - other.lease_left) < 10
+    )

@@ -1,6 +1,7 @@
 """The long run: `python -m tests.lost --cuts 5000 --repeats 10000 --seed 7`.
 
-One stand after another, all from one seed. Ends with a table, and with code 1 if anything was wrong.
+Runs one stand after another, all from one seed. Ends with a table, and with code 1 if anything was
+wrong.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from typing import Any
 from tests.lost.harness import Repeats, Run, Story, summary
 from tests.lost.stand import Plan, Stand
 from tests.servers import Postgres, Redis, make_store
-from wirecall.commands.delivery import NOTICED_AFTER
+from wirecall.commands.receipts import NOTICED_AFTER
 
 SERVERS = {"redis_server": Redis, "postgres_server": Postgres}
 
@@ -28,6 +29,7 @@ PLANS = [
     (Plan("granian", "sqlite"), 8),
     (Plan("uvicorn", "sqlite", "single user"), 8),
     (Plan("granian", "sqlite", "anonymous"), 4),
+    (Plan("granian-asgi", "sqlite"), 8),
     (Plan("granian", "redis"), 8),
     (Plan("uvicorn", "redis", "single user"), 8),
     (Plan("uvicorn", "redis", "anonymous"), 4),
@@ -41,7 +43,8 @@ KILLS = 0.03  # of the trials
 
 def main() -> int:
     options = _options()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are ended in this case too
+    # So that the servers end in this case too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     print(f"seed {options.seed}, {options.cuts} cuts, {options.repeats} repeats", flush=True)
     began = time.monotonic()
     stories: dict[Plan, list[Story]] = {}
@@ -66,8 +69,13 @@ def main() -> int:
             store = make_store(plan.ledger, place, server)
             stand = Stand(plan, store, place, log, noticed_after=options.noticed_after)
             run = Run(stand, f"{options.seed} {plan}")
-            asyncio.run(run.live(-(-options.cuts * share // shares), -(-options.repeats * share // shares), KILLS))
-            stories[plan], repeats[plan] = run.stories, run.repeats
+            asyncio.run(
+                run.live(
+                    -(-options.cuts * share // shares), -(-options.repeats * share // shares), KILLS
+                )
+            )
+            stories[plan] = run.stories
+            repeats[plan] = run.repeats
             kills += len(stand.kills)
             _report_stand(plan, run, time.monotonic() - began)
         text = (folder / "log").read_text(errors="replace")
@@ -75,27 +83,44 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m tests.lost", description="Cut calls, send them again, and count effects.")
+    parser = argparse.ArgumentParser(
+        "python -m tests.lost", description="Cut calls, send them again, and count effects."
+    )
     parser.add_argument("--cuts", type=int, default=5000, help="how many, about")
     parser.add_argument("--repeats", type=int, default=10_000, help="intended repeats, about")
-    parser.add_argument("--seed", type=int, default=random.randrange(1 << 32), help="repeats the choices of a run")
-    parser.add_argument("--only", default="", help='stands with this in their name: "sqlite", "granian, redis"')
-    told = "seconds that a server waits for a transport to notice a loss; on a machine that is overloaded, more than usual"
-    parser.add_argument("--noticed-after", type=float, default=NOTICED_AFTER, help=told)
+    parser.add_argument(
+        "--seed", type=int, default=random.randrange(1 << 32), help="repeats the choices of a run"
+    )
+    parser.add_argument(
+        "--only", default="", help='stands with this in their name: "sqlite", "granian, redis"'
+    )
+    parser.add_argument(
+        "--noticed-after",
+        type=float,
+        default=NOTICED_AFTER,
+        help="seconds that a server waits for a transport to notice a loss; "
+        "on a machine that is overloaded, more than usual",
+    )
     return parser.parse_args()
 
 
 def _report_stand(plan: Plan, run: Run, seconds: float) -> None:
     wrong = [story for story in run.stories if story.faults]
-    calls, swallowed = sum(told.calls for told in run.repeats), sum(told.swallowed for told in run.repeats)
-    cuts = f"{sum(story.cuts for story in run.stories)} cuts, {len(run.stand.kills)} kills, {len(wrong)} wrong"
-    print(f"{seconds:6.0f} s  {plan}: {cuts}; {calls} repeats, {swallowed} swallowed", flush=True)
+    calls = sum(repeat.calls for repeat in run.repeats)
+    swallowed = sum(repeat.swallowed for repeat in run.repeats)
+    cuts = sum(story.cuts for story in run.stories)
+    ends = f"{cuts} cuts, {len(run.stand.kills)} kills, {len(wrong)} wrong"
+    print(f"{seconds:6.0f} s  {plan}: {ends}; {calls} repeats, {swallowed} swallowed", flush=True)
     for story in wrong:
         print(f"    {story}", flush=True)
 
 
 def _report(
-    stories: dict[Plan, list[Story]], repeats: dict[Plan, list[Repeats]], kills: int, seconds: float, log: str
+    stories: dict[Plan, list[Story]],
+    repeats: dict[Plan, list[Repeats]],
+    kills: int,
+    seconds: float,
+    log: str,
 ) -> int:
     plans = {id(story): plan for plan, told in stories.items() for story in told}
     every = [story for told in stories.values() for story in told]
@@ -104,13 +129,18 @@ def _report(
         lambda story: str(plans[id(story)]),
         lambda story: story.kind,
         lambda story: f"{story.trial.moment}, by {story.trial.how}",
+        lambda story: story.trial.detail,
         lambda story: story.trial.mode,
     )
     for row in rows:
         print(f"\n{summary(every, row)}")
     wrong = [story for story in every if story.faults]
-    calls, swallowed, replays = (sum(getattr(told, name) for told in again) for name in ("calls", "swallowed", "replays"))
-    print(f"\n{sum(story.cuts for story in every)} cuts, {kills} kills, {len(wrong)} wrong in {seconds:.0f} s")
+    calls, swallowed, replays = (
+        sum(getattr(told, name) for told in again) for name in ("calls", "swallowed", "replays")
+    )
+    print(
+        f"\n{sum(story.cuts for story in every)} cuts, {kills} kills, {len(wrong)} wrong in {seconds:.0f} s"
+    )
     print(f"{calls} intended repeats, {swallowed} swallowed, {replays} replayed")
     if wrong or swallowed or replays:
         print(log[-5000:], file=sys.stderr)

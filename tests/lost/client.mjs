@@ -1,9 +1,9 @@
-// The official client for TypeScript, 1.x or 2.x, calls tools as it is told, one order a line on stdin:
+// The official client for TypeScript, 1.x or 2.x, calls tools as ordered, one order per line of stdin:
 //
 //     {"id": 1, "call": {"name": "unknown", "arguments": {...}, "_meta": {...}}}
 //     {"id": 1, "abort": true}                                                      give up that call
 //
-// and prints {"id": 1, "result": {...}} or {"id": 1, "error": "..."}. After an error the next call has a new client, as in a
+// and prints {"id": 1, "result": {...}} or {"id": 1, "error": "...", "code": 50910}. After an error the next call has a new client, as in a
 // program that connects again. Its only argument: {"modules": ".../node_modules", "sdk": 1, "revision": "...", "url": "..."}
 
 import { createRequire } from "node:module";
@@ -34,7 +34,7 @@ async function connected() {
   const { client, call, Transport } = wanted.sdk === 1 ? first() : second();
   const transport = new Transport(new URL(wanted.url));
   const send = transport.send.bind(transport);
-  // The clients always offer their newest revision of the handshake; this is how they come to offer another one.
+  // The clients always offer their newest revision of the handshake; this makes them offer another one.
   transport.send = (message, options) => {
     const offers = message.method === "initialize";
     return send(offers ? { ...message, params: { ...message.params, protocolVersion: wanted.revision } } : message, options);
@@ -57,7 +57,7 @@ async function serve(order) {
   } catch (error) {
     const old = current;
     if (!aborting.signal.aborted) current = undefined;
-    console.log(JSON.stringify({ id: order.id, error: String(error) }));
+    console.log(JSON.stringify({ id: order.id, error: String(error), code: error.code }));
     if (current === undefined) old?.then(({ client }) => client.close()).catch(() => undefined);
   } finally {
     aborts.delete(order.id);

@@ -1,10 +1,11 @@
-"""Clients that send a call, lose its answer, and send it again, as they would without knowing of keys.
+"""Clients that send a call, lose its answer, and send it again, as clients without keys do.
 
-`Raw` speaks /rpc and every revision of MCP over HTTP, from the specification. `PythonSdk` and `TypeScriptSdk` are the
-official clients, behind a proxy that cuts their connections.
+`Raw` speaks /rpc and every revision of MCP over HTTP, from the specification. `PythonSdk` and
+`TypeScriptSdk` are the official clients, behind a proxy that cuts their connections.
 
-    flight = sender.begin(order)     a call on its way
-    await flight.cut("cut")          its connection is gone; "cancel": its client gives up, and says so as its protocol does
+    flight = sender.begin(order)     a pending call
+    await flight.cut("cut")          its connection is gone; "cancel": its client gives up, and says
+                                     so as its protocol does
     await flight.answer()            what came back; `Cut` if the connection ended before
 """
 
@@ -27,11 +28,19 @@ from tests.mcp.asgi import BASIC, LEGACY, R5, enveloped, hello, notification, re
 from tests.mcp.node import installed, node
 
 How: TypeAlias = Literal["cut", "cancel"]
+# Of an answer, which its client reads.
+Part: TypeAlias = Literal["none", "first byte", "half", "all but one byte"]
 
-PATIENCE = 90.0  # seconds after which a client that hears nothing is a fault
-GIVE_UP = 0.1  # seconds after which a client gives up a call whose connection was cut, unless it has found out by itself
-NARROW = 4096  # bytes that a client takes in advance, if a long answer is to be cut in the middle
+PARTS: tuple[Part, ...] = ("none", "first byte", "half", "all but one byte")
+
+PATIENCE = 90.0  # seconds after which a client without an answer is a fault
+# Seconds after which a client gives up a call whose connection was cut, unless it has noticed.
+GIVE_UP = 0.1
+NARROW = 4096  # bytes that a client takes in advance, if a long answer will be cut in the middle
 ADDRESS = "127.0.0.1"
+# The codes of wirecall's own errors begin here. The clients have codes below for what they report
+# themselves: a closed connection, a status of HTTP.
+FIRST_CODE = 10_000
 
 TYPESCRIPT = ("@modelcontextprotocol/sdk@1.32.2", "@modelcontextprotocol/client@2.4.0")
 
@@ -76,17 +85,17 @@ def read_answer(message: Any, *, is_replayed: bool = False) -> Answer:
 
 
 class Flight:
-    """A call on its way."""
+    """A pending call."""
 
     def __init__(self, work: Awaitable[Answer], cut: Callable[[How], Awaitable[None]]) -> None:
         self.task = asyncio.ensure_future(work)
         self._cut = cut
 
     async def cut(self, how: How) -> None:
-        """End the call without an answer; nothing is left of it when this returns."""
+        """End the call without an answer; it is gone completely when this returns."""
         await self._cut(how)
         done, _ = await asyncio.wait([self.task], timeout=GIVE_UP)
-        if not done and how == "cut":  # some clients resume a stream that was cut: those cancel, and want it no more
+        if not done and how == "cut":  # some clients resume a stream that was cut: those cancel
             await self._cut("cancel")
             await asyncio.wait([self.task], timeout=GIVE_UP)
         if not self.task.done():
@@ -98,7 +107,7 @@ class Flight:
             return await self.task
 
     def answered(self) -> Answer | None:
-        """The answer, if it has come."""
+        """The answer, if it has arrived."""
         if not self.task.done() or self.task.cancelled() or self.task.exception() is not None:
             return None
         return self.task.result()
@@ -111,7 +120,9 @@ class Sender:
     is_matched = True  # the server can recognise its calls
 
     def __init__(self, kind: str, name: str, caller: str = "") -> None:
-        self.kind, self.name, self.caller = kind, name, caller
+        self.kind = kind
+        self.name = name
+        self.caller = caller
         self.ids = count(1)
 
     @property
@@ -124,7 +135,7 @@ class Sender:
         return order.method if self.is_plain else f"tools/call:{order.method}"
 
     async def open(self) -> None:
-        """Get to where calls can be sent."""
+        """Connect, until calls can be sent."""
 
     def begin(self, order: Order) -> Flight:
         """Send the call."""
@@ -134,49 +145,138 @@ class Sender:
         """Leave nothing behind."""
 
 
-# --- raw HTTP -------------------------------------------------------------------------------------------------------
+# --- raw HTTP -------------------------------------------------------------------------------------
 
 
 class Raw(Sender):
     """/rpc, or a revision of MCP."""
 
-    def __init__(self, way: str, name: str, port: int, caller: str = "", *, is_matched: bool = True) -> None:
+    def __init__(
+        self, way: str, name: str, port: int, caller: str = "", *, is_matched: bool = True
+    ) -> None:
         super().__init__(f"raw {way}", name, caller)
         self.is_matched = is_matched
         self.can_cancel = way in LEGACY
-        self.way, self._url = way, f"http://{ADDRESS}:{port}{'/rpc' if way == '/rpc' else '/mcp'}"
+        self.way = way
+        self._port = port
+        self._path = "/rpc" if way == "/rpc" else "/mcp"
+        self._url = f"http://{ADDRESS}:{port}{self._path}"
         self._session = ""
-        self._http, self._narrow = aiohttp.ClientSession(), aiohttp.ClientSession(connector=_narrow())
+        self._http = aiohttp.ClientSession()
+        self._narrow = aiohttp.ClientSession(connector=_narrow())
 
     async def open(self) -> None:
         if self.way in LEGACY:
             async with asyncio.timeout(PATIENCE):
                 while not self._session:
                     with suppress(aiohttp.ClientError, OSError):  # another trial kills the server
-                        async with self._http.post(self._url, json=hello(self.way), headers=self._headers()) as answer:
+                        async with self._http.post(
+                            self._url, json=hello(self.way), headers=self._headers()
+                        ) as answer:
                             self._session = answer.headers["mcp-session-id"]
                     await asyncio.sleep(0.02)
             await self._post(notification("notifications/initialized"))
 
     def begin(self, order: Order, *, short_of: int | None = None) -> Flight:
         """Send the call; `short_of` cuts the connection after so many bytes of the answer."""
-        id = next(self.ids)
-        # Every other answer of MCP becomes a stream.
-        meta = {"sender": self.name, **({"progressToken": id} if id % 2 and self.way != "/rpc" else {})}
-        if self.way == "/rpc":
-            message = request(order.method, {**order.params, "_meta": meta}, id)
-        else:
-            params = {"name": order.method, "arguments": order.params, "_meta": meta}
-            message = enveloped("tools/call", params, id) if self.way == R5 else request("tools/call", params, id)
+        message = self._message(order)
 
         async def cut(how: How) -> None:
             if how == "cancel":
-                await self._post(notification("notifications/cancelled", {"requestId": id}))
+                await self._post(
+                    notification("notifications/cancelled", {"requestId": message["id"]})
+                )
             else:
                 flight.task.cancel()
 
         flight = Flight(self._exchange(message, short_of), cut)
         return flight
+
+    def begin_bare(
+        self,
+        order: Order,
+        *,
+        behind: bytes = b"",
+        part: Part | None = None,
+        half_close_at: asyncio.Event | None = None,
+    ) -> Flight:
+        """Send the call on a bare socket, with bytes behind it.
+
+        After `part` of the answer the connection is closed. When `half_close_at` is set, the sender
+        ends its sending side. granian drops a request that arrives together with that end.
+        """
+        message = self._message(order, is_plain=part is not None)
+
+        async def cut(how: How) -> None:
+            flight.task.cancel()
+
+        flight = Flight(self._exchange_bare(message, behind, part, half_close_at), cut)
+        return flight
+
+    def _message(self, order: Order, *, is_plain: bool = False) -> Any:
+        id = next(self.ids)
+        # Every other answer of MCP becomes a stream.
+        is_stream = bool(id % 2) and self.way != "/rpc" and not is_plain
+        meta = {"sender": self.name, **({"progressToken": id} if is_stream else {})}
+        if self.way == "/rpc":
+            return request(order.method, {**order.params, "_meta": meta}, id)
+        params = {"name": order.method, "arguments": order.params, "_meta": meta}
+        return (
+            enveloped("tools/call", params, id)
+            if self.way == R5
+            else request("tools/call", params, id)
+        )
+
+    async def _exchange_bare(
+        self, message: Any, behind: bytes, part: Part | None, half_close_at: asyncio.Event | None
+    ) -> Answer:
+        body = json.dumps(message).encode()
+        fields = {**self._headers(message), "content-length": str(len(body))}
+        lines = [
+            f"POST {self._path} HTTP/1.1",
+            *(f"{name}: {value}" for name, value in fields.items()),
+            "",
+            "",
+        ]
+        loop = asyncio.get_running_loop()
+        with socket.socket() as made:
+            made.setblocking(False)
+            try:
+                await loop.sock_connect(made, (ADDRESS, self._port))
+                await loop.sock_sendall(made, "\r\n".join(lines).encode() + body + behind)
+                if half_close_at is not None:
+                    await half_close_at.wait()
+                    made.shutdown(socket.SHUT_WR)
+                if part is not None:
+                    await _read_part(made, part)
+                    raise Cut
+                seen = b""
+                while not _is_whole(seen):
+                    piece = await loop.sock_recv(made, 1 << 16)
+                    if not piece:
+                        raise Cut
+                    seen += piece
+            except OSError as error:
+                raise Cut from error
+        return self._read_bare(seen, message)
+
+    def _read_bare(self, seen: bytes, message: Any) -> Answer:
+        if isinstance(message, list):
+            return _read_record(seen.partition(b"\r\n\r\n")[2], message[0]["id"])
+        head, _, body = seen.partition(b"\r\n\r\n")
+        headers = {}
+        if b"idempotent-replayed: true" in head.lower():
+            headers = {"idempotent-replayed": "true"}
+        lines = [
+            line.removeprefix(b"data: ")
+            for line in body.split(b"\n")
+            if line.startswith((b"data: {", b"{"))
+        ]
+        for line in lines:
+            told = json.loads(line)
+            if told.get("id") == message["id"] and "method" not in told:
+                return self._read(message, line, headers)
+        raise Cut
 
     async def _exchange(self, message: Any, short_of: int | None) -> Answer:
         http = self._http if short_of is None else self._narrow
@@ -187,20 +287,24 @@ class Raw(Sender):
                     answer.close()
                     raise Cut
                 body = await answer.read()
-                replayed = answer.headers.get("idempotent-replayed") == "true"
                 if answer.content_type == "text/event-stream":
                     lines = [line for line in body.split(b"\n") if line.startswith(b"data: {")]
                     body = lines[-1].removeprefix(b"data: ") if lines else b""
         except (aiohttp.ClientError, OSError) as error:
             raise Cut from error
-        if not body or answer.status == 202:  # the call was cancelled, or its stream ended with the server
+        # The call was cancelled, or its stream ended with the server.
+        if not body or answer.status == 202:
             raise Cut
+        return self._read(message, body, answer.headers)
+
+    def _read(self, message: Any, body: bytes, headers: Any) -> Answer:
+        """Read the body of a whole answer."""
         told = json.loads(body)
         if "method" in told:  # the stream of a call that was cancelled ends with its progress
             raise Cut
         if told.get("id") != message["id"]:
-            raise RuntimeError(f"HTTP {answer.status}: {body[:300]!r}")
-        return read_answer(told, is_replayed=replayed)
+            raise RuntimeError(f"not the answer: {body[:300]!r}")
+        return read_answer(told, is_replayed=headers.get("idempotent-replayed") == "true")
 
     async def _post(self, message: Any) -> None:
         with suppress(aiohttp.ClientError, OSError):
@@ -219,6 +323,103 @@ class Raw(Sender):
         await asyncio.sleep(0)  # aiohttp closes its connections in the next turn of the loop
 
 
+class RawStream(Raw):
+    """/rpc, by an array whose answers are a stream. A query is beside the call."""
+
+    def __init__(self, name: str, port: int, caller: str = "", *, is_matched: bool = True) -> None:
+        super().__init__("/rpc", name, port, caller, is_matched=is_matched)
+        self.kind = "raw stream /rpc"
+
+    def _message(self, order: Order, *, is_plain: bool = False) -> Any:
+        call = super()._message(order, is_plain=is_plain)
+        if is_plain:  # then the answer has its length
+            return [call]
+        return [call, request("rpc.discover", {}, -call["id"])]
+
+    def _headers(self, message: Any = None) -> dict[str, str]:
+        return {**super()._headers(message), "accept": "application/jsonl"}
+
+    def _read(self, message: Any, body: bytes, headers: Any) -> Answer:
+        return _read_record(body, message[0]["id"])
+
+
+class RawTool(Raw):
+    """A revision of MCP, by the batch tool."""
+
+    def __init__(
+        self, way: str, name: str, port: int, caller: str = "", *, is_matched: bool = True
+    ) -> None:
+        super().__init__(way, name, port, caller, is_matched=is_matched)
+        self.kind = f"raw batch tool {way}"
+
+    def _message(self, order: Order, *, is_plain: bool = False) -> Any:
+        message = super()._message(order, is_plain=is_plain)
+        entry = {"id": "it", "tool": order.method, "arguments": order.params}
+        message["params"] |= {"name": "batch", "arguments": {"calls": [entry]}}
+        return message
+
+    def _read(self, message: Any, body: bytes, headers: Any) -> Answer:
+        told = json.loads(body)
+        if "method" in told:  # the stream of a call that was cancelled ends with its progress
+            raise Cut
+        if "error" in told:
+            return Answer(code=told["error"]["code"])
+        entry = json.loads(told["result"]["content"][0]["text"])["results"][0]
+        is_replayed = bool(entry.get("replayed"))
+        if not entry["ok"]:
+            return Answer(None, entry["error"]["code"], is_replayed)
+        return Answer(entry["result"]["run"], None, is_replayed, is_replayed)
+
+
+def _read_record(body: bytes, id: object) -> Answer:
+    """Read the record of a stream with an id. A stream without its end was cut."""
+    for line in body.splitlines():
+        if not line.startswith(b"{"):
+            continue
+        try:
+            told = json.loads(line)
+        except ValueError:  # the end of a stream that was cut
+            continue
+        if told.get("id") == id and "method" not in told:
+            return read_answer(told, is_replayed=bool(told.get("replayed")))
+    raise Cut
+
+
+async def _read_part(made: socket.socket, part: Part) -> None:
+    """Wait until the answer has begun, and read so much of it; the kernel keeps the rest."""
+    loop = asyncio.get_running_loop()
+    arrived = asyncio.Event()
+    head = b""
+    while b"\r\n\r\n" not in head:
+        loop.add_reader(made, arrived.set)
+        try:
+            await arrived.wait()
+        finally:
+            loop.remove_reader(made)
+        arrived.clear()
+        head = made.recv(1 << 16, socket.MSG_PEEK)
+        if not head:
+            raise Cut
+    head = head[: head.index(b"\r\n\r\n") + 4]
+    whole = len(head) + int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+    wanted = {"none": 0, "first byte": 1, "half": whole // 2, "all but one byte": whole - 1}[part]
+    while wanted > 0:
+        piece = await loop.sock_recv(made, min(wanted, 1 << 16))
+        if not piece:
+            raise Cut
+        wanted -= len(piece)
+
+
+def _is_whole(seen: bytes) -> bool:
+    head, end, body = seen.partition(b"\r\n\r\n")
+    if not end:
+        return False
+    _, is_told, length = head.lower().partition(b"content-length: ")
+    if is_told:
+        return len(body) >= int(length.partition(b"\r\n")[0])
+    return b"0\r\n\r\n" in body
+
+
 def _narrow() -> aiohttp.TCPConnector:
     def make(info: Any) -> socket.socket:
         family, kind, protocol, *_ = info
@@ -229,7 +430,7 @@ def _narrow() -> aiohttp.TCPConnector:
     return aiohttp.TCPConnector(socket_factory=make, force_close=True)
 
 
-# --- the official clients -------------------------------------------------------------------------------------------
+# --- the official clients -------------------------------------------------------------------------
 
 
 class Proxy(Listening):
@@ -244,7 +445,8 @@ class Proxy(Listening):
             task.cancel()
 
     async def _serve(self, reader: Reader, writer: Writer) -> None:
-        # A connection that takes little in advance: the server notices when its client reads no more.
+        # A connection that takes little in advance: the server notices when its client reads no
+        # more.
         made = socket.socket()
         made.setblocking(False)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, NARROW)
@@ -256,7 +458,10 @@ class Proxy(Listening):
             if isinstance(error, OSError):
                 return
             raise
-        pumps = [asyncio.create_task(self._pass(reader, out)), asyncio.create_task(self._pass(upstream, writer))]
+        pumps = [
+            asyncio.create_task(self._pass(reader, out)),
+            asyncio.create_task(self._pass(upstream, writer)),
+        ]
         try:
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -273,7 +478,10 @@ class Proxy(Listening):
 
 
 class Sdk(Sender):
-    """An official client behind a proxy. A client that has lost a connection is replaced by a new one."""
+    """An official client behind a proxy.
+
+    A client that has lost a connection is replaced by a new one.
+    """
 
     can_cancel = True
 
@@ -289,11 +497,14 @@ class Sdk(Sender):
 
 
 class PythonSdk(Sdk):
-    """`mcp.Client`, in a task of its own: a client that loses its connection ends the block that it was entered with."""
+    """`mcp.Client`, in a separate task: a client that loses its connection ends its `async with`
+    block.
+    """
 
     def __init__(self, revision: str, name: str, port: int, connecting: asyncio.Lock) -> None:
         super().__init__(f"python {revision}", name, port)
-        self._revision, self._connecting = revision, connecting
+        self._revision = revision
+        self._connecting = connecting
         self._orders: asyncio.Queue[tuple[Order, asyncio.Future[Answer]]] = asyncio.Queue()
         self._life: asyncio.Task[None] | None = None
         self._call: asyncio.Task[Any] | None = None
@@ -323,16 +534,21 @@ class PythonSdk(Sdk):
         answered: asyncio.Future[Answer] | None = None
         try:
             async with AsyncExitStack() as stack:
-                # Left alone, it offers only its newest revision. The word is the module's, so clients connect one by one.
+                # By default it offers only its newest revision. The setting is the module's, so
+                # clients connect one by one.
                 async with self._connecting:
                     if self._revision != R5:
                         vars(session)["LATEST_HANDSHAKE_VERSION"] = self._revision
                     mode: Any = "auto" if self._revision == R5 else "legacy"
-                    client = await stack.enter_async_context(mcp.Client(f"{self.proxy.url}/mcp", mode=mode))
+                    client = await stack.enter_async_context(
+                        mcp.Client(f"{self.proxy.url}/mcp", mode=mode)
+                    )
                 while True:
                     order, answered = await self._orders.get()
                     meta: Any = {"sender": self.name}
-                    self._call = asyncio.create_task(client.call_tool(order.method, order.params, meta=meta))
+                    self._call = asyncio.create_task(
+                        client.call_tool(order.method, order.params, meta=meta)
+                    )
                     try:
                         result = await self._call
                     except asyncio.CancelledError:
@@ -341,14 +557,29 @@ class PythonSdk(Sdk):
                             raise
                         _fail(answered, "it gave up")
                         continue
+                    except mcp.MCPError as error:
+                        if error.code < FIRST_CODE:  # the client's own error
+                            raise
+                        _note_error(answered, error.code, repr(error))
+                        continue
                     told = result.model_dump(mode="json", by_alias=True, exclude_none=True)
                     if not answered.done():
                         answered.set_result(read_answer({"result": told}))
         except Exception as error:
             if answered is not None:
                 _fail(answered, repr(error))
-            while not self._orders.empty():  # it could not even connect, or was ending when the order came
+            # It could not even connect, or was ending when the order came.
+            while not self._orders.empty():
                 _fail(self._orders.get_nowait()[1], repr(error))
+
+
+def _note_error(answered: "asyncio.Future[Answer]", code: object, why: str) -> None:
+    """End a call whose client raised an error: the server's answer, or the loss of it."""
+    if isinstance(code, int) and code >= FIRST_CODE:
+        if not answered.done():
+            answered.set_result(Answer(code=code))
+        return
+    _fail(answered, why)
 
 
 def _fail(answered: "asyncio.Future[Answer]", why: str) -> None:
@@ -358,11 +589,13 @@ def _fail(answered: "asyncio.Future[Answer]", why: str) -> None:
 
 
 class TypeScriptSdk(Sdk):
-    """The client for TypeScript, 1.x or 2.x, in a process of its own."""
+    """The client for TypeScript, 1.x or 2.x, in a separate process."""
 
     def __init__(self, sdk: int, revision: str, name: str, port: int, log: IO[bytes]) -> None:
         super().__init__(f"typescript {sdk} {revision}", name, port)
-        self._sdk, self._revision, self._log = sdk, revision, log
+        self._sdk = sdk
+        self._revision = revision
+        self._log = log
         self._process: asyncio.subprocess.Process | None = None
         self._listening: asyncio.Task[None] | None = None
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
@@ -370,7 +603,12 @@ class TypeScriptSdk(Sdk):
     async def open(self) -> None:
         await super().open()
         modules = await asyncio.to_thread(installed, *TYPESCRIPT)
-        wanted = {"modules": str(modules), "sdk": self._sdk, "revision": self._revision, "url": f"{self.proxy.url}/mcp"}
+        wanted = {
+            "modules": str(modules),
+            "sdk": self._sdk,
+            "revision": self._revision,
+            "url": f"{self.proxy.url}/mcp",
+        }
         self._process = await asyncio.create_subprocess_exec(
             *(node(), Path(__file__).with_name("client.mjs"), json.dumps(wanted)),
             stdin=asyncio.subprocess.PIPE,
@@ -383,7 +621,16 @@ class TypeScriptSdk(Sdk):
     def begin(self, order: Order) -> Flight:
         id = next(self.ids)
         answered = self._waiting[id] = asyncio.get_running_loop().create_future()
-        self._write({"id": id, "call": {"name": order.method, "arguments": order.params, "_meta": {"sender": self.name}}})
+        self._write(
+            {
+                "id": id,
+                "call": {
+                    "name": order.method,
+                    "arguments": order.params,
+                    "_meta": {"sender": self.name},
+                },
+            }
+        )
 
         async def cut(how: How) -> None:
             if how == "cut":
@@ -413,6 +660,6 @@ class TypeScriptSdk(Sdk):
             message = json.loads(line)
             answered = self._waiting.pop(message["id"])
             if "error" in message:
-                _fail(answered, message["error"])
+                _note_error(answered, message.get("code"), message["error"])
             elif not answered.done():
                 answered.set_result(read_answer(message))

@@ -1,12 +1,15 @@
 """The app whose answers are lost: `wirecall serve shop.py`, once for every kind of command.
 
-A handler notes each effect outside of the server: a line in a file, or a row in the transaction of its record. On its way it
-stops at points and asks the harness, over a socket, whether it may go on:
+A handler notes each effect outside of the server: a line in a file, or a row in the transaction of
+its record. It stops at points in its run and asks the harness, over a socket, whether it may
+continue:
 
-    {"id": 7, "order": "k1-3", "at": "entered", "record": ["alice", "unknown", "auto-..."]}    from the handler
-    {"id": 7}                                                                                    go on
+    {"id": 7, "order": "k1-3", "at": "entered", "record": ["alice", "unknown", "auto-..."]}
+    {"id": 7}
 
-Its orders come in the environment: LOST is a `Setting` as JSON.
+The first line is the handler's. The second one lets it continue.
+
+Its settings come in the environment: LOST is a `Setting` as JSON.
 """
 
 import asyncio
@@ -19,8 +22,8 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 from msgspec import Struct
 
-from wirecall import App, Context, Done, NotDone
-from wirecall.commands import delivery
+from wirecall import App, BatchTool, Context, Done, NotDone
+from wirecall.commands import receipts
 
 Point: TypeAlias = Literal["entered", "acted"]
 
@@ -37,12 +40,13 @@ class Setting(Struct, frozen=True):
     effects: str  # the file that stands for a foreign system
     is_authenticated: bool  # callers are named by a header
     key: Literal["auto", "off"]
-    noticed_after: float  # seconds in which a transport has to notice that a client has left
-    secret: str = "the secret of all servers in this run"  # so that sessions outlive a server that is killed
+    noticed_after: float  # seconds within which a transport has to notice that a client has left
+    # So that sessions outlive a server that is killed.
+    secret: str = "the secret of all servers in this run"
 
 
 class Asked(Struct):
-    """A question of a handler: may it go on?"""
+    """A question of a handler: may it continue?"""
 
     id: int
     order: str
@@ -54,9 +58,9 @@ class Effect(Struct, frozen=True):
     """One line of the effects."""
 
     order: str
-    sender: str  # as `_meta` names it, which has no part in the likeness of calls
+    sender: str  # as `_meta` names it, which the server ignores when it compares calls
     key: str
-    run: str  # no other run has it
+    run: str  # unique to this run
     attempt: int = 1
 
 
@@ -86,7 +90,7 @@ class Harness:
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         while line := await reader.readline():
             answer = self._waiting.pop(msgspec.json.decode(line, type=dict[str, int])["id"])
-            if not answer.done():  # else its handler was cancelled
+            if not answer.done():  # otherwise its handler was cancelled
                 answer.set_result(None)
 
 
@@ -103,19 +107,30 @@ class Shop:
             "shop",
             ledger=ledger,
             secret=self._setting.secret,
+            batch_tool=BatchTool(tools="all", destructive="allow"),
             authenticate=self._authenticate if self._setting.is_authenticated else None,
         )
         if self._setting.key == "off":
             app.command(name="unknown", key="off")(self.pay)
             return app
-        terms: dict[str, Any] = {"key": "auto", "wait": WAIT, "lease": LEASE, "max_stored_result": LONGEST}
+        terms: dict[str, Any] = {
+            "key": "auto",
+            "wait": WAIT,
+            "lease": LEASE,
+            "max_stored_result": LONGEST,
+            # These senders never give up silently. On a busy machine, calls that they send at once
+            # may arrive seconds apart, and must not count as repetitions.
+            "resend_after": "off",
+        }
         app.command(name="unknown", **terms)(self.pay)
         app.command(name="point", commit_point=True, **terms)(self.pay_after_point)
         app.command(name="rerun", on_crash="rerun", **terms)(self.pay)
         app.command(name="reconcile", on_crash="reconcile", reconcile=self.look, **terms)(self.pay)
         app.command(name="plain", **terms)(self.pay_plainly)
         if ledger.startswith(("sqlite:", "postgresql:")):
-            app.command(name="transactional", on_crash="transactional", **terms)(self.pay_in_transaction)
+            app.command(name="transactional", on_crash="transactional", **terms)(
+                self.pay_in_transaction
+            )
         app.query(name="delivery")(self._delivery(app))
         return app
 
@@ -133,7 +148,7 @@ class Shop:
 
         return delivery
 
-    # --- the handlers ------------------------------------------------------------------------------------------------
+    # --- the handlers -----------------------------------------------------------------------------
 
     async def pay(self, order: str, nap: float, size: int, ctx: Context) -> dict[str, str]:
         await self._enter(order, nap, ctx)
@@ -142,7 +157,9 @@ class Shop:
         await asyncio.sleep(nap / 2)
         return _result(effect, size)
 
-    async def pay_after_point(self, order: str, nap: float, size: int, ctx: Context) -> dict[str, str]:
+    async def pay_after_point(
+        self, order: str, nap: float, size: int, ctx: Context
+    ) -> dict[str, str]:
         await self._enter(order, nap, ctx)
         await ctx.commit_point()
         effect = self._append(order, ctx)
@@ -153,7 +170,9 @@ class Shop:
     def pay_plainly(self, order: str, nap: float, size: int, ctx: Context) -> dict[str, str]:
         return _result(self._append(order, ctx), size)
 
-    async def pay_in_transaction(self, order: str, nap: float, size: int, ctx: Context) -> dict[str, str]:
+    async def pay_in_transaction(
+        self, order: str, nap: float, size: int, ctx: Context
+    ) -> dict[str, str]:
         await self._enter(order, nap, ctx)
         effect = _effect(order, ctx)
         values = (effect.order, effect.sender, effect.key, effect.run, effect.attempt)
@@ -167,7 +186,11 @@ class Shop:
 
     def look(self, order: str, nap: float, size: int, ctx: Context) -> Done | NotDone:
         """Truthful: a line in the file was done, and nothing else."""
-        found = [effect for effect in read_effects(self._setting.effects) if effect.key == ctx.idempotency_key]
+        found = [
+            effect
+            for effect in read_effects(self._setting.effects)
+            if effect.key == ctx.idempotency_key
+        ]
         return Done(_result(found[0], size)) if found else NotDone()
 
     async def _enter(self, order: str, nap: float, ctx: Context) -> None:
@@ -179,7 +202,10 @@ class Shop:
         await self._harness.ask(order, at, (ctx.caller, ctx.record, ctx.idempotency_key or ""))
 
     def _append(self, order: str, ctx: Context) -> Effect:
-        """Take effect. One write in append mode is never torn, and with the kernel it is safe from SIGKILL."""
+        """Take effect.
+
+        One write in append mode is never torn, and with the kernel it is safe from SIGKILL.
+        """
         effect = _effect(order, ctx)
         file = os.open(self._setting.effects, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
@@ -190,7 +216,13 @@ class Shop:
 
 
 def _effect(order: str, ctx: Context) -> Effect:
-    return Effect(order, str(ctx.meta.get("sender", "")), ctx.idempotency_key or "", secrets.token_hex(8), ctx.attempt)
+    return Effect(
+        order,
+        str(ctx.meta.get("sender", "")),
+        ctx.idempotency_key or "",
+        secrets.token_hex(8),
+        ctx.attempt,
+    )
 
 
 def _result(effect: Effect, size: int) -> dict[str, str]:
@@ -199,10 +231,14 @@ def _result(effect: Effect, size: int) -> dict[str, str]:
 
 def read_effects(path: str) -> list[Effect]:
     decode = msgspec.json.Decoder(Effect).decode
-    return [decode(line) for line in Path(path).read_bytes().splitlines()] if os.path.exists(path) else []
+    return (
+        [decode(line) for line in Path(path).read_bytes().splitlines()]
+        if os.path.exists(path)
+        else []
+    )
 
 
 if "LOST" in os.environ:
     setting = msgspec.json.decode(os.environ["LOST"], type=Setting)
-    delivery.NOTICED_AFTER = setting.noticed_after
+    receipts.NOTICED_AFTER = setting.noticed_after
     app = Shop(setting).app()

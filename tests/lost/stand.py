@@ -1,7 +1,7 @@
-"""A server under test: `wirecall serve`, in a process that is killed and started again, and what the harness knows of it.
+"""A server under test: `wirecall serve`, killed and started again, and the harness's view of it.
 
-Its handlers ask at every point of their way whether they may go on (`shop`). `Stand.hold` keeps the handler of an order at a
-point, until the trial has cut its connection there.
+Its handlers ask at every point of their run whether they may continue (`shop`). `Stand.hold` keeps
+the handler of an order at a point, until the trial has cut its connection there.
 """
 
 import asyncio
@@ -26,10 +26,10 @@ from tests.lost.shop import LEASE, Asked, Effect, Point, Setting, read_effects
 from tests.mcp.asgi import BASIC, request
 from tests.ports import free_port
 from tests.servers import TRANSACTIONAL, Store
-from wirecall.commands.delivery import NOTICED_AFTER
+from wirecall.commands.receipts import NOTICED_AFTER
 from wirecall.ledger.base import Ledger, RecordId, State, open_ledger
 
-# How callers are known: by a header, as one user, or by their sessions alone.
+# How callers are identified: by a header, as one user, or by their sessions alone.
 Access: TypeAlias = Literal["authenticated", "single user", "anonymous"]
 Delivery: TypeAlias = tuple[str, str | None] | None  # state and delivery of a record
 
@@ -40,7 +40,7 @@ TABLE = 'CREATE TABLE lost_effects ("order" text, sender text, key text, run tex
 class Plan(Struct, frozen=True):
     """Which server, on which ledger, for which callers."""
 
-    server: Literal["granian", "uvicorn"]
+    server: Literal["granian", "granian-asgi", "uvicorn"]
     ledger: str
     access: Access = "authenticated"
     workers: int = 1
@@ -56,7 +56,9 @@ class Plan(Struct, frozen=True):
 
 
 class Hold:
-    """The handler of an order, which stands at a point when it is `reached`, and goes on after `release`."""
+    """The handler of an order: it stands at a point when it is `reached`, and continues after
+    `release`.
+    """
 
     def __init__(self) -> None:
         self.reached = asyncio.Event()
@@ -85,26 +87,33 @@ class Stand:
         key: Literal["auto", "off"] = "auto",
         noticed_after: float = NOTICED_AFTER,
     ) -> None:
-        self.plan, self.store, self.log = plan, store, log
-        self._key, self._noticed_after = key, noticed_after
+        self.plan = plan
+        self.store = store
+        self.log = log
+        self._key = key
+        self._noticed_after = noticed_after
         self.port = free_port()
         self.kills: list[float] = []  # their times
         self._aged: set[tuple[RecordId, int, bytes | None]] = set()
         self.is_up = asyncio.Event()
-        self.active: dict[str, tuple[str, str]] = {}  # the caller and the method of each order whose trial goes on
-        self.records: defaultdict[str, set[RecordId]] = defaultdict(set)  # of each order whose handler was entered
-        self._effects, self._control = str(folder / "effects"), str(folder / "control")
+        # The caller and the method of each order with a running trial.
+        self.active: dict[str, tuple[str, str]] = {}
+        # Of each order whose handler was entered.
+        self.records: defaultdict[str, set[RecordId]] = defaultdict(set)
+        self._effects = str(folder / "effects")
+        self._control = str(folder / "control")
         self._holds: dict[tuple[str, Point], Hold] = {}
         self._ledger: Ledger | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._killing = asyncio.Lock()
         self._questions: set[asyncio.Task[None]] = set()
-        self._peers: set[asyncio.Future[None]] = set()  # done when a connection of the server is closed
+        # Done when a connection of the server is closed.
+        self._peers: set[asyncio.Future[None]] = set()
         self._http: aiohttp.ClientSession | None = None
 
     @asynccontextmanager
     async def opened(self) -> "AsyncIterator[Stand]":
-        """Serve in this block; at its end, the server stops by itself."""
+        """Serve in this block; at its end, the server stops gracefully."""
         if self.plan.ledger in TRANSACTIONAL:
             self._ask("DROP TABLE IF EXISTS lost_effects", TABLE)
         if self.store.is_durable:
@@ -122,21 +131,53 @@ class Stand:
             for question in self._questions:
                 question.cancel()
             if self._peers:
-                await asyncio.wait(self._peers, timeout=PATIENCE)  # the server has ended, so its connections do
+                # The server has ended, so its connections do.
+                await asyncio.wait(self._peers, timeout=PATIENCE)
             if self._ledger is not None:
                 await self._ledger.aclose()
 
-    # --- the process -------------------------------------------------------------------------------------------------
+    # --- the process ------------------------------------------------------------------------------
 
     async def _start(self) -> None:
-        plan, is_authenticated = self.plan, self.plan.access == "authenticated"
-        words = [sys.executable, "-m", "wirecall", "serve", f"{SHOP}:app", "--ledger", self.store.url]
-        words += ["--single-user"] if plan.access == "single user" else []
-        words += ["--http", f"{ADDRESS}:{self.port}", "--server", plan.server, "--workers", str(plan.workers)]
-        given = (self.store.url, self._control, self._effects, is_authenticated, self._key, self._noticed_after)
+        plan = self.plan
+        is_authenticated = self.plan.access == "authenticated"
+        words = [
+            sys.executable,
+            "-m",
+            "wirecall",
+            "serve",
+            f"{SHOP}:app",
+            "--ledger",
+            self.store.url,
+        ]
+        if plan.access == "single user":
+            words.append("--single-user")
+        elif plan.access == "anonymous":
+            # In development, direct requests over the loopback come from a single user.
+            words.append("--no-single-user")
+        words += [
+            "--http",
+            f"{ADDRESS}:{self.port}",
+            "--server",
+            plan.server,
+            "--workers",
+            str(plan.workers),
+        ]
+        given = (
+            self.store.url,
+            self._control,
+            self._effects,
+            is_authenticated,
+            self._key,
+            self._noticed_after,
+        )
         environment = {**os.environ, "LOST": msgspec.json.encode(Setting(*given)).decode()}
         self._process = await asyncio.create_subprocess_exec(
-            *words, stdin=asyncio.subprocess.DEVNULL, stdout=self.log, stderr=self.log, env=environment
+            *words,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=self.log,
+            stderr=self.log,
+            env=environment,
         )
         async with asyncio.timeout(PATIENCE):
             while not await self._answers():
@@ -152,7 +193,10 @@ class Stand:
         return False
 
     async def kill(self) -> None:
-        """End the process in the middle of whatever it does, and start another. Its records outlive their leases."""
+        """End the process at any point of its work, and start another.
+
+        Its records outlive their leases.
+        """
         self.is_up.clear()
         if self._killing.locked():  # another trial does so
             await self.is_up.wait()
@@ -166,10 +210,11 @@ class Stand:
             await self._start()
 
     async def stop(self) -> None:
-        """Let the server end by itself: all handlers come to their end."""
+        """Let the server stop gracefully: all handlers end."""
         for hold in self._holds.values():
             hold.release()
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is not None and process.returncode is None:
             process.terminate()
             try:
@@ -180,10 +225,10 @@ class Stand:
                 await process.wait()
                 raise
 
-    # --- its records -------------------------------------------------------------------------------------------------
+    # --- its records ------------------------------------------------------------------------------
 
     async def age(self) -> None:
-        """Let the leases of a dead process be over, as if the time had passed."""
+        """Let the leases of a dead process expire, as if the time had passed."""
         assert self._ledger is not None
         dead = {record.id for record in await self._ledger.list(State.RUNNING, limit=1000)}
         for order in self.active:
@@ -195,7 +240,8 @@ class Stand:
             found = await self._ledger.get(id)
             if found is None or (found.state is not State.RUNNING and found.delivery != "pending"):
                 continue
-            # Once for each holder and deliverer: the time since the loss must stay within the window of a repetition.
+            # Once for each holder and deliverer: the time since the loss must stay within the
+            # window of a repetition.
             if (holder := (id, found.attempts, found.deliverer)) not in self._aged:
                 self._aged.add(holder)
                 self.store.age(id, LEASE + 1)
@@ -203,18 +249,21 @@ class Stand:
     async def delivery(self, id: RecordId) -> Delivery:
         """The state and the delivery of a record, as the server sees them."""
         assert self._http is not None
-        headers, message = {**BASIC, "caller": "harness"}, request("delivery", {"record": msgspec.structs.astuple(id)})
+        headers = {**BASIC, "caller": "harness"}
+        message = request("delivery", {"record": msgspec.structs.astuple(id)})
         async with asyncio.timeout(PATIENCE):
             while True:
                 await self.is_up.wait()
                 with suppress(aiohttp.ClientError, OSError):  # another trial kills the server
-                    async with self._http.post(f"http://{ADDRESS}:{self.port}/rpc", json=message, headers=headers) as answer:
+                    async with self._http.post(
+                        f"http://{ADDRESS}:{self.port}/rpc", json=message, headers=headers
+                    ) as answer:
                         found = (await answer.json())["result"]
                         return None if found is None else (found[0], found[1])
                 await asyncio.sleep(0.02)
 
     async def end_of(self, id: RecordId, patience: float) -> Delivery:
-        """The same, when its answer is not on its way any more; or after so many seconds."""
+        """The same, when its answer is no longer pending; or after so many seconds."""
         deadline = time.monotonic() + patience
         while True:
             found = await self.delivery(id)
@@ -222,14 +271,16 @@ class Stand:
                 return found
             await asyncio.sleep(0.005)
 
-    # --- its handlers ------------------------------------------------------------------------------------------------
+    # --- its handlers -----------------------------------------------------------------------------
 
     def hold(self, order: str, at: Point) -> Hold:
         """Keep the next handler of this order at a point."""
         held = self._holds[order, at] = Hold()
         return held
 
-    async def _serve_questions(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_questions(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         decode = msgspec.json.Decoder(Asked).decode
         closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._peers.add(closed)
@@ -254,7 +305,7 @@ class Stand:
             await writer.wait_closed()
         closed.set_result(None)
 
-    # --- its effects -------------------------------------------------------------------------------------------------
+    # --- its effects ------------------------------------------------------------------------------
 
     def effects(self) -> list[Effect]:
         """All effects so far: those in the file, and those in committed transactions."""
@@ -265,7 +316,8 @@ class Stand:
         """The rows of the last statement."""
         rows: list[Any] = []
         if self.plan.ledger == "sqlite":
-            # Not by Python's sqlite3: two copies of SQLite in one process release each other's locks.
+            # Not by Python's sqlite3: two copies of SQLite in one process release each other's
+            # locks.
             with closing(apsw.Connection(self.store.url.removeprefix("sqlite:"))) as db:
                 db.set_busy_timeout(int(PATIENCE * 1000))
                 for statement in statements:

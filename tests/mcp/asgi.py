@@ -1,13 +1,15 @@
-"""Small MCP clients for tests, written from the specification: one over ASGI, one over a pair of pipes.
+"""Small MCP clients for tests, written from the specification: one over ASGI, one over a pair of
+pipes.
 
-`Exchange` is one HTTP request in all its details. `HttpClient` and `LineClient` speak a whole revision and look the same, so
-that one test serves both ways:
+`Exchange` is one HTTP request in all its details. `HttpClient` and `LineClient` speak a whole
+revision and look the same, so that one test covers both transports:
 
-    async with speak("http", app, R4, capabilities={"roots": {}}, replies={"roots/list": {"roots": []}}) as client:
+    async with speak("http", app, R4, capabilities={"roots": {}}, replies={"roots/list": {"roots":
+    []}}) as client:
         answer = await client.call("tools/call", {"name": "count"})
 
-What comes before an answer is in `client.heard`; requests of the server are answered from `client.replies`. Every wait is
-bounded by `PATIENCE`.
+`client.heard` has what arrives before an answer; `client.replies` has the answers to requests of
+the server. `PATIENCE` bounds every wait.
 """
 
 import asyncio
@@ -24,7 +26,13 @@ from wirecall.transports.stdio import serve_streams
 
 PATIENCE = 60.0
 
-R1, R2, R3, R4, R5 = REVISIONS = ("2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25", "2026-07-28")
+R1, R2, R3, R4, R5 = REVISIONS = (
+    "2024-11-05",
+    "2025-03-26",
+    "2025-06-18",
+    "2025-11-25",
+    "2026-07-28",
+)
 LEGACY = REVISIONS[:4]
 TRANSPORTS = ("http", "stdio")
 EVERY_WAY = [(transport, revision) for revision in REVISIONS for transport in TRANSPORTS]
@@ -33,18 +41,27 @@ PREFIX = "io.modelcontextprotocol/"
 KEY = "io.wirecall/idempotency-key"
 REPLAYED = "io.wirecall/replayed"
 
-BASIC = {"host": "localhost", "content-type": "application/json", "accept": "application/json, text/event-stream"}
+BASIC = {
+    "host": "localhost",
+    "content-type": "application/json",
+    "accept": "application/json, text/event-stream",
+}
 
 Json: TypeAlias = dict[str, Any]
 Pairs: TypeAlias = Sequence[tuple[str, str]]
 Asgi: TypeAlias = Callable[[Any, Any, Any], Coroutine[Any, Any, None]]
 
 
-# --- messages --------------------------------------------------------------------------------------------------------
+# --- messages -------------------------------------------------------------------------------------
 
 
 def request(method: str, params: Any = None, id: Any = 1) -> Json:
-    return {"jsonrpc": "2.0", "id": id, "method": method, **({} if params is None else {"params": params})}
+    return {
+        "jsonrpc": "2.0",
+        "id": id,
+        "method": method,
+        **({} if params is None else {"params": params}),
+    }
 
 
 def notification(method: str, params: Any = None) -> Json:
@@ -57,7 +74,11 @@ def response(id: Any, result: Any = None) -> Json:
 
 def envelope(capabilities: Any = None, version: Any = R5, **more: Any) -> Json:
     """`_meta` of a request at 2026-07-28."""
-    return {f"{PREFIX}protocolVersion": version, f"{PREFIX}clientCapabilities": capabilities or {}, **more}
+    return {
+        f"{PREFIX}protocolVersion": version,
+        f"{PREFIX}clientCapabilities": capabilities or {},
+        **more,
+    }
 
 
 def enveloped(method: str, params: Any = None, id: Any = 1, **meta: Any) -> Json:
@@ -79,10 +100,14 @@ def repeated(message: Json, version: str = R5) -> dict[str, str]:
 
 def hello(version: str = R4, capabilities: Any = None, id: Any = 0) -> Json:
     who = {"name": "test", "version": "1"}
-    return request("initialize", {"protocolVersion": version, "capabilities": capabilities or {}, "clientInfo": who}, id)
+    return request(
+        "initialize",
+        {"protocolVersion": version, "capabilities": capabilities or {}, "clientInfo": who},
+        id,
+    )
 
 
-# --- one HTTP request ------------------------------------------------------------------------------------------------
+# --- one HTTP request -----------------------------------------------------------------------------
 
 
 class Event(NamedTuple):
@@ -95,7 +120,7 @@ class Event(NamedTuple):
 
 
 class Exchange:
-    """A request that is on its way, and what has come back so far."""
+    """A pending request, and what the server has sent back so far."""
 
     def __init__(
         self,
@@ -106,8 +131,17 @@ class Exchange:
         path: str = "/mcp",
     ) -> None:
         pairs = headers.items() if isinstance(headers, Mapping) else headers
-        fields = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in pairs]
-        scope = {"type": "http", "method": method, "path": path, "headers": fields, "query_string": b"", "root_path": ""}
+        fields = [
+            (name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in pairs
+        ]
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "headers": fields,
+            "query_string": b"",
+            "root_path": "",
+        }
         self.status = 0
         self.headers: list[tuple[str, str]] = []
         self.comments: list[str] = []
@@ -120,7 +154,9 @@ class Exchange:
         self._parts: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._text = b""
         self._ended = False
-        self.task = asyncio.get_running_loop().create_task(drive(asgi, scope, self._receive, self._send))
+        self.task = asyncio.get_running_loop().create_task(
+            drive(asgi, scope, self._receive, self._send)
+        )
         self.task.add_done_callback(self._over)
 
     async def _receive(self) -> Json:
@@ -177,8 +213,13 @@ class Exchange:
             block, _, self._text = self._text.partition(b"\n\n")
             lines = [line for line in block.decode().split("\n") if not self._is_comment(line)]
             if lines:
-                fields = {name: text.removeprefix(" ") for name, _, text in (line.partition(":") for line in lines)}
-                return Event(fields.get("id"), fields.get("event"), fields.get("data"), fields.get("retry"))
+                fields = {
+                    name: text.removeprefix(" ")
+                    for name, _, text in (line.partition(":") for line in lines)
+                }
+                return Event(
+                    fields.get("id"), fields.get("event"), fields.get("data"), fields.get("retry")
+                )
 
     def _is_comment(self, line: str) -> bool:
         if line.startswith(":"):
@@ -192,7 +233,10 @@ class Exchange:
         return found
 
     async def message(self) -> Any:
-        """The next message of the stream; None at its end. Events without data are skipped, as clients must."""
+        """The next message of the stream; None at its end.
+
+        Events without data are skipped, as clients must.
+        """
         while (event := await self.event()) is not None:
             if event.data:
                 return json.loads(event.data)
@@ -223,7 +267,7 @@ class Exchange:
         self._left.set()
 
     async def close(self) -> None:
-        """Disconnect, and see that the server notices."""
+        """Disconnect, and wait until the server has noticed."""
         self.leave()
         done, _ = await asyncio.wait([self.task], timeout=1.0)
         if not done:
@@ -231,7 +275,7 @@ class Exchange:
             await asyncio.wait([self.task], timeout=PATIENCE)
 
 
-# --- clients ---------------------------------------------------------------------------------------------------------
+# --- clients --------------------------------------------------------------------------------------
 
 
 class Refusal(NamedTuple):
@@ -250,11 +294,17 @@ class Client:
         self.capabilities = capabilities or {}
         self.replies = dict(replies or {})
         self.heard: list[Json] = []  # notifications and requests of the server, in order
-        self.info: Json = {}  # what initialize was answered with
+        self.info: Json = {}  # the result of `initialize`
         self._ids = itertools.count(1)
 
     async def call(
-        self, method: str, params: Any = None, *, id: Any = None, meta: Any = None, headers: Mapping[str, str] | None = None
+        self,
+        method: str,
+        params: Any = None,
+        *,
+        id: Any = None,
+        meta: Any = None,
+        headers: Mapping[str, str] | None = None,
     ) -> Json:
         raise NotImplementedError
 
@@ -273,23 +323,31 @@ class Client:
         error: Json = answer["error"]
         return error
 
-    async def tool(self, name: str, arguments: Any = None, *, members: Json | None = None, **more: Any) -> Json:
+    async def tool(
+        self, name: str, arguments: Any = None, *, members: Json | None = None, **more: Any
+    ) -> Json:
         given = {} if arguments is None else {"arguments": arguments}
         return await self.result("tools/call", {"name": name, **given, **(members or {})}, **more)
 
-    async def tool_error(self, name: str, arguments: Any = None, *, members: Json | None = None, **more: Any) -> Json:
+    async def tool_error(
+        self, name: str, arguments: Any = None, *, members: Json | None = None, **more: Any
+    ) -> Json:
         given = {} if arguments is None else {"arguments": arguments}
         return await self.error("tools/call", {"name": name, **given, **(members or {})}, **more)
 
     def told(self, method: str) -> list[Json]:
         """The params of the notifications of one kind so far."""
-        return [message.get("params", {}) for message in self.heard if message.get("method") == method]
+        return [
+            message.get("params", {}) for message in self.heard if message.get("method") == method
+        ]
 
     def message(self, method: str, params: Any = None, id: Any = None, meta: Any = None) -> Json:
         """A request in the form of this revision."""
         id = next(self._ids) if id is None else id
         if self.revision == R5:
-            return enveloped(method, {**(params or {}), "_meta": meta or {}}, id, capabilities=self.capabilities)
+            return enveloped(
+                method, {**(params or {}), "_meta": meta or {}}, id, capabilities=self.capabilities
+            )
         if meta is not None:
             params = {**(params or {}), "_meta": meta}
         return request(method, params, id)
@@ -315,7 +373,7 @@ class HttpClient(Client):
         super().__init__(revision, capabilities, replies)
         self.asgi = asgi
         self.session: str | None = None
-        self.last: Exchange | None = None  # of the last `call`
+        self.last: Exchange | None = None  # the exchange of the last `call`
         self._own = dict(headers or {})
         self._exchanges: list[Exchange] = []
 
@@ -344,7 +402,9 @@ class HttpClient(Client):
         body = message if isinstance(message, bytes) else json.dumps(message).encode()
         return self.exchange("POST", self.headers(message) if headers is None else headers, body)
 
-    def exchange(self, method: str, headers: Mapping[str, str] | Pairs | None = None, body: Any = b"") -> Exchange:
+    def exchange(
+        self, method: str, headers: Mapping[str, str] | Pairs | None = None, body: Any = b""
+    ) -> Exchange:
         exchange = Exchange(self.asgi, method, self.headers() if headers is None else headers, body)
         self._exchanges.append(exchange)
         return exchange
@@ -355,7 +415,13 @@ class HttpClient(Client):
         return self.exchange("GET", {**self.headers(), "accept": "text/event-stream", **more})
 
     async def call(
-        self, method: str, params: Any = None, *, id: Any = None, meta: Any = None, headers: Mapping[str, str] | None = None
+        self,
+        method: str,
+        params: Any = None,
+        *,
+        id: Any = None,
+        meta: Any = None,
+        headers: Mapping[str, str] | None = None,
     ) -> Json:
         message = self.message(method, params, id, meta)
         self.last = await self.post(message, {**self.headers(message), **(headers or {})}).started()
@@ -383,14 +449,20 @@ class HttpClient(Client):
 
 class LineClient(Client):
     def __init__(
-        self, app: App, revision: str, capabilities: Any = None, replies: Mapping[str, Any] | None = None, grace: float = 5.0
+        self,
+        app: App,
+        revision: str,
+        capabilities: Any = None,
+        replies: Mapping[str, Any] | None = None,
+        grace: float = 5.0,
     ) -> None:
         super().__init__(revision, capabilities, replies)
         self._app = app
         self._grace = grace
         self._waiting: dict[str, asyncio.Future[Json]] = {}
-        self.unasked: asyncio.Queue[Any] = asyncio.Queue()  # lines that answer no `call`, arrays among them
-        self.news: asyncio.Queue[Json] = asyncio.Queue()  # the same as `heard`, to wait for
+        # Lines that answer no `call`, arrays among them.
+        self.unasked: asyncio.Queue[Any] = asyncio.Queue()
+        self.news: asyncio.Queue[Json] = asyncio.Queue()  # the same messages, as a queue to wait on
 
     async def open(self, *, handshake: bool = True) -> None:
         reader, self._stdin = os.pipe()
@@ -401,7 +473,9 @@ class LineClient(Client):
         self._transport, _ = await loop.connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(self._stdout, "rb", 0)
         )
-        serving = serve_streams(self._app._connect, reader, writer, grace=self._grace, limits=self._app.limits)
+        serving = serve_streams(
+            self._app._connect, reader, writer, grace=self._grace, limits=self._app.limits
+        )
         self.server = loop.create_task(serving)
         self._reading = loop.create_task(self._read(stream))
         if handshake and self.revision != R5:
@@ -409,7 +483,7 @@ class LineClient(Client):
             self.write(notification("notifications/initialized"))
 
     def write(self, message: Any) -> None:
-        """One line."""
+        """Write one line."""
         data = message if isinstance(message, bytes) else json.dumps(message).encode()
         os.write(self._stdin, data + b"\n")
 
@@ -431,7 +505,13 @@ class LineClient(Client):
             return await self.news.get()
 
     async def call(
-        self, method: str, params: Any = None, *, id: Any = None, meta: Any = None, headers: Mapping[str, str] | None = None
+        self,
+        method: str,
+        params: Any = None,
+        *,
+        id: Any = None,
+        meta: Any = None,
+        headers: Mapping[str, str] | None = None,
     ) -> Json:
         assert not headers, "lines have no headers"
         return await self.exchange(self.message(method, params, id, meta))
@@ -460,13 +540,13 @@ class LineClient(Client):
             self.write(self.reply(message))
 
     def hang_up(self) -> None:
-        """The end of stdin."""
+        """Close stdin."""
         if self._stdin >= 0:
             os.close(self._stdin)
             self._stdin = -1
 
     async def end(self) -> None:
-        """The end of stdin, and all that the server says until its own end."""
+        """Close stdin, and read all that the server writes until it ends."""
         self.hang_up()
         done, _ = await asyncio.wait([self.server], timeout=PATIENCE)
         assert done, "the server did not end"
@@ -492,7 +572,7 @@ async def speak(
     replies: Mapping[str, Any] | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Any]:
-    """A client of a revision, past its handshake; the app is closed behind it."""
+    """Yield a client of a revision after its handshake, and close the app at the end."""
     client: HttpClient | LineClient
     if transport == "http":
         client = HttpClient(app.asgi(), revision, capabilities, replies, headers)

@@ -1,15 +1,18 @@
-"""The official conformance suite of MCP against `examples/everything.py`, and against our client (V9): `make conformance`.
+"""The official conformance suite of MCP against `examples/everything.py`, and against our client
+(V9): `make conformance`.
 
     python -m tests.mcp.conformance                                        every set
     python -m tests.mcp.conformance 2026-07-28                             one set
-    python -m tests.mcp.conformance 2026-07-28 --scenario server-stateless every check of one scenario, as the suite tells it
+    python -m tests.mcp.conformance 2026-07-28 --scenario server-stateless every check of one
+    scenario, in the suite's words
     python -m tests.mcp.conformance --url http://127.0.0.1:8420/mcp        against a server that runs already
     python -m tests.mcp.conformance client                                 the client's scenarios
     python -m tests.mcp.conformance client --scenario sse-retry            one of them, every check
 
-A set is what the suite asks of one revision. Exit code 1 if a scenario that counts has a failed check, did not run, checked
-nothing, or if the suite itself says that it failed: silence is never a pass. Warnings are shown, and do not count, but for
-the client: there the suite takes them for failures.
+A set is what the suite asks of one revision. Exit code 1 if a scenario that counts has a failed
+check, did not run, checked nothing, or if the suite itself says that it failed: silence is never a
+pass. Warnings are shown and do not count, except for the client: the suite treats those as
+failures.
 """
 
 import argparse
@@ -34,14 +37,16 @@ SUITE = "@modelcontextprotocol/conformance"
 VERSION = "0.2.0-alpha.12"
 PATIENCE = 600.0  # seconds that one run of the suite may take; it gives up on a scenario after 30
 
-# The options that select the scenarios. The suite requires nothing of the two older revisions, but knows scenarios.
+# The options that select the scenarios. The suite has scenarios for the two older revisions, but
+# does not require any.
 SETS = {
     "2026-07-28": ("--requirements", "2026-07-28"),
     "2025-11-25": ("--requirements", "2025-11-25"),
     "2025-06-18": ("--spec-version", "2025-06-18"),
     "2025-03-26": ("--spec-version", "2025-03-26"),
 }
-# The suite runs these without counting them, because its own example server fails some. Here they count.
+# The suite runs these without counting them, because its own example server fails some. Here they
+# count.
 ALSO_COUNT = {
     "http-header-validation",
     "http-custom-header-server-validation",
@@ -49,7 +54,8 @@ ALSO_COUNT = {
     "server-session-lifecycle",
     "server-sse-polling",
 }
-TASKS = re.compile("tasks-(?!status-notifications)")  # an extension; the suite always skips the one check of that scenario
+# An extension; the suite always skips the one check of that scenario.
+TASKS = re.compile("tasks-(?!status-notifications)")
 NOT_OFFERED = re.compile("sep-2640-|tasks-status-notifications")  # wirecall does not have skills
 
 STATUSES = {"SUCCESS": "passed", "FAILURE": "failed", "WARNING": "warned"}
@@ -58,7 +64,7 @@ LISTED = re.compile(r"^ +- (?P<scenario>\S+)")
 
 
 class Verdict(Struct):
-    """What one scenario said."""
+    """The result of one scenario."""
 
     scenario: str
     counts: bool
@@ -80,17 +86,26 @@ class Verdict(Struct):
 
 
 def run_set(revision: str, url: str) -> bool:
-    """Run one set, print its table, and tell whether it passed."""
+    """Run one set, print its table, and return whether it passed."""
     expected = listed(revision)
     with tempfile.TemporaryDirectory() as folder:
         everything = () if SETS[revision][0] == "--requirements" else ("--suite", "all")
         run = suite("server", "--url", url, *SETS[revision], *everything, "-o", folder)
         found = read_results(Path(folder))
-    verdicts = [Verdict(scenario, counts, found.get(scenario, [])) for scenario, counts in expected.items()]
+    verdicts = [
+        Verdict(scenario, counts, found.get(scenario, [])) for scenario, counts in expected.items()
+    ]
     print_table(revision, verdicts)
     failed = [verdict.scenario for verdict in verdicts if verdict.counts and verdict.failed]
-    if not found or not any(verdict.counts for verdict in verdicts) or (run.returncode and not failed):
-        print(f"  the suite ended with code {run.returncode}; what it printed last:\n{(run.stdout + run.stderr)[-3000:]}")
+    if (
+        not found
+        or not any(verdict.counts for verdict in verdicts)
+        or (run.returncode and not failed)
+    ):
+        print(
+            f"  the suite ended with code {run.returncode}; what it printed last:\n"
+            f"{(run.stdout + run.stderr)[-3000:]}"
+        )
         return False
     return not failed
 
@@ -120,13 +135,17 @@ def read_results(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def print_table(revision: str, verdicts: Sequence[Verdict]) -> None:
-    shown = [verdict for verdict in verdicts if verdict.counts or not NOT_OFFERED.match(verdict.scenario)]
+    shown = [
+        verdict for verdict in verdicts if verdict.counts or not NOT_OFFERED.match(verdict.scenario)
+    ]
     passed = [verdict for verdict in shown if not verdict.failed]
     print(f"\n{revision}: {len(passed)} of {len(shown)} scenarios pass")
     for verdict in shown:
         tally = verdict.tally
         counts = ", ".join(
-            f"{tally[status]} {status.lower()}" for status in ("SUCCESS", "FAILURE", "WARNING") if tally[status]
+            f"{tally[status]} {status.lower()}"
+            for status in ("SUCCESS", "FAILURE", "WARNING")
+            if tally[status]
         )
         print(f"  {verdict.word:4}  {verdict.scenario:48} {counts or 'nothing was checked'}")
         for check in verdict.checks:
@@ -141,24 +160,40 @@ def reason(check: dict[str, Any]) -> str:
 
 
 def run_scenario(revision: str, scenario: str, url: str) -> bool:
-    """Run one scenario and print its checks as they are, with the messages that the suite keeps in `details`."""
+    """Run one scenario and print its checks as they are, with the messages that the suite keeps in
+    `details`.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        run = suite("server", "--url", url, "--scenario", scenario, "--spec-version", revision, "--force", "-o", folder)
+        run = suite(
+            "server",
+            "--url",
+            url,
+            "--scenario",
+            scenario,
+            "--spec-version",
+            revision,
+            "--force",
+            "-o",
+            folder,
+        )
         checks = read_results(Path(folder)).get(scenario, [])
     for check in checks:
         print(f"{check['status']:8} [{check['id']}] {check['description']}")
         if check["status"] != "SUCCESS":
-            print(f"         {check.get('errorMessage')}\n         {json.dumps(check.get('details'), indent=2)}")
+            print(
+                f"         {check.get('errorMessage')}\n         {json.dumps(check.get('details'), indent=2)}"
+            )
     if not checks:
         print(run.stdout + run.stderr)
     return not Verdict(scenario, True, checks).failed and not run.returncode
 
 
-# --- the client ------------------------------------------------------------------------------------------------------
+# --- the client -----------------------------------------------------------------------------------
 
 CLIENT = "client"  # the name of this part on the command line
 AT_ONCE = 4  # scenarios
-# The scenarios that the suite has beyond those that it scores: each set with the revisions that it runs at.
+# The scenarios that the suite has beyond those that it scores: each set with the revisions that it
+# runs at.
 CLIENT_SETS: dict[str, dict[str, tuple[str, ...]]] = {
     "more": {
         "initialize": ("2025-06-18",),
@@ -183,28 +218,43 @@ CLIENT_SETS: dict[str, dict[str, tuple[str, ...]]] = {
 def client_sets() -> dict[str, list[tuple[str, str]]]:
     """The scenarios of each set, each with a revision: all that the suite scores, and more."""
     sets = {
-        f"scored at {revision}": [(name, revision) for name in scored(revision)] for revision in ("2026-07-28", "2025-11-25")
+        f"scored at {revision}": [(name, revision) for name in scored(revision)]
+        for revision in ("2026-07-28", "2025-11-25")
     }
     for title, scenarios in CLIENT_SETS.items():
-        sets[title] = [(name, revision) for name, revisions in scenarios.items() for revision in revisions]
+        sets[title] = [
+            (name, revision) for name, revisions in scenarios.items() for revision in revisions
+        ]
     return sets
 
 
 def scored(revision: str) -> list[str]:
     """The client's scenarios that the suite scores at a revision."""
-    listing = suite("list", "--client", "--requirements", revision).stdout.partition("Client scenarios")[2]
-    return [entry["scenario"] for line in listing.partition("\n\n")[0].splitlines() if (entry := LISTED.match(line))]
+    listing = suite("list", "--client", "--requirements", revision).stdout.partition(
+        "Client scenarios"
+    )[2]
+    return [
+        entry["scenario"]
+        for line in listing.partition("\n\n")[0].splitlines()
+        if (entry := LISTED.match(line))
+    ]
 
 
 def run_client(only: str | None = None) -> bool:
-    """Run the client's scenarios, print their tables, and tell whether all passed."""
-    chosen = {title: [run for run in runs if only in (None, run[0])] for title, runs in client_sets().items()}
+    """Run the client's scenarios, print their tables, and return whether all passed."""
+    chosen = {
+        title: [run for run in runs if only in (None, run[0])]
+        for title, runs in client_sets().items()
+    }
     passed = []
     for title, runs in chosen.items():
-        with ThreadPoolExecutor(AT_ONCE) as pool:  # each scenario has servers of its own
+        with ThreadPoolExecutor(AT_ONCE) as pool:  # each scenario has its own servers
             checked = list(pool.map(lambda run: client_checks(*run), runs))
         results = [(*run, *result) for run, result in zip(runs, checked, strict=True)]
-        good = [code == 0 and not verdict.failed and not verdict.tally["WARNING"] for _, _, code, verdict in results]
+        good = [
+            code == 0 and not verdict.failed and not verdict.tally["WARNING"]
+            for _, _, code, verdict in results
+        ]
         if runs or only is None:
             print(f"\nclient, {title}: {sum(good)} of {len(results)} scenarios pass")
             passed.append(bool(results) and all(good))
@@ -212,41 +262,54 @@ def run_client(only: str | None = None) -> bool:
             told = f"{verdict.tally['SUCCESS']} success, code {code}"
             print(f"  {'ok' if is_good else 'FAIL':4}  {f'{name} {revision}':56} {told}")
             for check in verdict.checks:
-                if check["status"] in ("FAILURE", "WARNING") or (only and check["status"] == "SUCCESS"):
+                if check["status"] in ("FAILURE", "WARNING") or (
+                    only and check["status"] == "SUCCESS"
+                ):
                     print(f"          {STATUSES[check['status']]} [{check['id']}] {reason(check)}")
     return bool(passed) and all(passed)
 
 
 def client_checks(scenario: str, revision: str) -> tuple[int, Verdict]:
     """The suite's report on our client, and its exit code."""
-    command = f"{sys.executable} -m tests.mcp.conformance_client"  # the suite splits it at its spaces
+    # The suite splits it at its spaces.
+    command = f"{sys.executable} -m tests.mcp.conformance_client"
     with tempfile.TemporaryDirectory() as folder:
-        # By itself the suite runs extensions at no revision.
+        # By default the suite does not run extensions at any revision.
         options = ("--scenario", scenario, "--spec-version", revision, "--force", "-o", folder)
         run = suite("client", "--command", command, *options)
         checks = read_results(Path(folder)).get(scenario, [])
     return run.returncode, Verdict(scenario, True, checks)
 
 
-# --- all of it -------------------------------------------------------------------------------------------------------
+# --- all of it ------------------------------------------------------------------------------------
 
 
 def suite(*arguments: str) -> "subprocess.CompletedProcess[str]":
     program = installed(f"{SUITE}@{VERSION}") / SUITE / "dist" / "index.js"
     command = [str(node()), str(program), *arguments]
-    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE)
+    return subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE
+    )
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(prog="python -m tests.mcp.conformance", description="The conformance suite of MCP.")
-    options.add_argument("revision", nargs="*", help=f"which sets to run: {', '.join(SETS)}, {CLIENT} (all)")
+    options = argparse.ArgumentParser(
+        prog="python -m tests.mcp.conformance", description="The conformance suite of MCP."
+    )
+    options.add_argument(
+        "revision", nargs="*", help=f"which sets to run: {', '.join(SETS)}, {CLIENT} (all)"
+    )
     options.add_argument("--scenario", help="run this scenario only, and print every check")
-    options.add_argument("--url", help="an MCP endpoint that runs already, instead of examples/everything.py")
+    options.add_argument(
+        "--url", help="an MCP endpoint that runs already, instead of examples/everything.py"
+    )
     given = options.parse_args()
     if unknown := set(given.revision) - {*SETS, CLIENT}:
         options.error(f"no such set: {', '.join(unknown)}")
     everything = not (given.revision or given.url or given.scenario)
-    revisions = [name for name in given.revision if name != CLIENT] or ([] if CLIENT in given.revision else list(SETS))
+    revisions = [name for name in given.revision if name != CLIENT] or (
+        [] if CLIENT in given.revision else list(SETS)
+    )
     passed = run_client(given.scenario) if everything or CLIENT in given.revision else True
     passed = (run_servers(revisions, given.scenario, given.url) if revisions else True) and passed
     print("\npassed" if passed else "\nFAILED")
@@ -262,7 +325,10 @@ def run_servers(revisions: Sequence[str], scenario: str | None, url: str | None)
 
 
 def run(revisions: Sequence[str], scenario: str | None, url: str) -> bool:
-    verdicts = [run_scenario(revision, scenario, url) if scenario else run_set(revision, url) for revision in revisions]
+    verdicts = [
+        run_scenario(revision, scenario, url) if scenario else run_set(revision, url)
+        for revision in revisions
+    ]
     return all(verdicts)
 
 

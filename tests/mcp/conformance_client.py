@@ -1,8 +1,9 @@
-"""The client that the official conformance suite puts to the test: `python -m tests.mcp.conformance client` has it run.
+"""The client that the official conformance suite tests: `python -m tests.mcp.conformance client`
+runs it.
 
-The suite starts one mock server per scenario and this program with its address. The scenario's name, the revision and what
-else there is to know come by the environment. The program does what the scenario is about, with the public API, and ends
-with code 0; the server's eyes decide.
+The suite starts one mock server per scenario and this program with its address. The environment has
+the scenario's name, the revision and other settings. The program does what the scenario is about,
+with the public API, and exits with code 0; the mock server judges it.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ from wirecall.transports.http_client import HttpClient
 
 Scenario = Callable[[McpClient], Awaitable[None]]
 
-PATIENCE = 20.0  # seconds for all of it; the suite gives 30
+PATIENCE = 20.0  # seconds for the whole run; the suite allows 30
 
 
 async def initialize(client: McpClient) -> None:
@@ -49,7 +50,9 @@ async def request_metadata(client: McpClient) -> None:
 
 async def request_state(client: McpClient) -> None:
     tools = {tool.name for tool in await client.list_tools()}
-    await asyncio.gather(client.call_tool("test_mrtr_echo_state"), client.call_tool("test_mrtr_unrelated"))
+    await asyncio.gather(
+        client.call_tool("test_mrtr_echo_state"), client.call_tool("test_mrtr_unrelated")
+    )
     for name in sorted(tools - {"test_mrtr_echo_state", "test_mrtr_unrelated"}):
         await client.call_tool(name)
 
@@ -80,7 +83,9 @@ async def no_dereferencing(client: McpClient) -> None:
 
 async def preservation(client: McpClient) -> None:
     tools = {tool.name: tool for tool in await client.list_tools()}
-    await client.call_tool("json_schema_echo", {"schema": tools["json_schema_2020_12_tool"].input_schema})
+    await client.call_tool(
+        "json_schema_echo", {"schema": tools["json_schema_2020_12_tool"].input_schema}
+    )
 
 
 SCENARIOS: dict[str, Scenario] = {
@@ -99,17 +104,20 @@ SCENARIOS: dict[str, Scenario] = {
 
 
 def accept(_form: Any) -> dict[str, Any]:
-    """A person who presses "accept" and fills in nothing: the defaults are the client's business."""
+    """A person who presses "accept" and fills in nothing: the client supplies the defaults."""
     return {}
 
 
-# --- authorization ---------------------------------------------------------------------------------------------------
+# --- authorization --------------------------------------------------------------------------------
 
-METADATA_URL = "https://conformance-test.local/client-metadata.json"  # the client id that the suite expects
+# The client id that the suite expects.
+METADATA_URL = "https://conformance-test.local/client-metadata.json"
 
 
 async def visit(url: str) -> str | None:
-    """A browser without a person: the mock server sends it back at once, and the address is all that counts."""
+    """A browser without a person: the mock server sends it back at once, and the address is all
+    that counts.
+    """
     page = HttpClient(url)
     await page.open()
     try:
@@ -120,9 +128,14 @@ async def visit(url: str) -> str | None:
 
 
 async def issuer_of(url: str) -> str:
-    """The issuer of the scenario, which programs get by their configuration. The suite does not tell it otherwise."""
+    """The issuer of the scenario.
+
+    Programs have it in their configuration, but the suite does not pass it.
+    """
     parts = urlsplit(url)
-    page = HttpClient(f"{parts.scheme}://{parts.netloc}/.well-known/oauth-protected-resource{parts.path}")
+    page = HttpClient(
+        f"{parts.scheme}://{parts.netloc}/.well-known/oauth-protected-resource{parts.path}"
+    )
     await page.open()
     try:
         async with page.request("GET") as answer:
@@ -133,13 +146,18 @@ async def issuer_of(url: str) -> str:
 
 
 async def way(scenario: str, url: str) -> TokenWay:
-    """The way to a token in a scenario of authorization."""
+    """How the client gets a token in a scenario of authorization."""
     context = json.loads(os.environ.get("MCP_CONFORMANCE_CONTEXT", "{}"))
     if scenario == "client-credentials-jwt":
-        key, algorithm = context["private_key_pem"], context["signing_algorithm"]
-        return ClientCredentials(context["client_id"], key=key, algorithm=algorithm, issuer=await issuer_of(url))
+        key = context["private_key_pem"]
+        algorithm = context["signing_algorithm"]
+        return ClientCredentials(
+            context["client_id"], key=key, algorithm=algorithm, issuer=await issuer_of(url)
+        )
     if scenario == "client-credentials-basic":
-        return ClientCredentials(context["client_id"], secret=context["client_secret"], issuer=await issuer_of(url))
+        return ClientCredentials(
+            context["client_id"], secret=context["client_secret"], issuer=await issuer_of(url)
+        )
     if scenario == "enterprise-managed-authorization":
         return IdJag(
             client_id=context["client_id"],
@@ -166,11 +184,18 @@ async def authorized(client: McpClient) -> None:
 async def main(url: str) -> None:
     name = os.environ["MCP_CONFORMANCE_SCENARIO"]
     revision = os.environ["MCP_CONFORMANCE_PROTOCOL_VERSION"]
-    options: dict[str, Any] = {"elicit": accept, "sample": lambda _: "42", "roots": ["file:///project"]}
+    options: dict[str, Any] = {
+        "elicit": accept,
+        "sample": lambda _: "42",
+        "roots": ["file:///project"],
+    }
     scenario = SCENARIOS.get(name, authorized)
     if name.startswith("auth/"):
         options["auth"] = await way(name.removeprefix("auth/"), url)
-    async with asyncio.timeout(PATIENCE), connect(url, protocol="mcp", revision=revision, **options) as client:
+    async with (
+        asyncio.timeout(PATIENCE),
+        connect(url, protocol="mcp", revision=revision, **options) as client,
+    ):
         await scenario(client)
 
 

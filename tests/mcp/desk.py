@@ -45,13 +45,17 @@ def desk() -> App:
     @app.tool(annotations=READS)
     async def sample(ctx: Context) -> str:
         found = await ctx.sample(
-            [Message("user", "Think"), Message("assistant", Text(text="Hm"))], max_tokens=7, system="Be brief"
+            [Message("user", "Think"), Message("assistant", Text(text="Hm"))],
+            max_tokens=7,
+            system="Be brief",
         )
         return f"{found.role} {found.model} {found.text}"
 
     @app.tool(annotations=READS)
     async def with_tools(ctx: Context) -> str:
-        return (await ctx.sample("Think", tools=[{"name": "add", "inputSchema": {"type": "object"}}])).text
+        return (
+            await ctx.sample("Think", tools=[{"name": "add", "inputSchema": {"type": "object"}}])
+        ).text
 
     @app.tool(annotations=READS)
     async def with_choice(ctx: Context) -> str:
@@ -71,7 +75,9 @@ def desk() -> App:
 
     @app.tool(annotations=READS)
     async def all(ctx: Context) -> str:
-        name, thought, places = await ctx.ask(ctx.elicit("Who?", FORM), ctx.sample("Think"), ctx.roots())
+        name, thought, places = await ctx.ask(
+            ctx.elicit("Who?", FORM), ctx.sample("Think"), ctx.roots()
+        )
         return f"{name.content['name']} {thought.text} {places[0].uri}"
 
     @app.tool(annotations=READS)
@@ -108,7 +114,12 @@ def desk() -> App:
 
 
 ANN = {"action": "accept", "content": {"name": "Ann"}}
-THOUGHT = {"role": "assistant", "model": "m-1", "content": {"type": "text", "text": "deep"}, "stopReason": "endTurn"}
+THOUGHT = {
+    "role": "assistant",
+    "model": "m-1",
+    "content": {"type": "text", "text": "deep"},
+    "stopReason": "endTurn",
+}
 ROOTS = {"roots": [{"uri": "file:///home", "name": "home"}]}
 REPLIES = {"elicitation/create": ANN, "sampling/createMessage": THOUGHT, "roots/list": ROOTS}
 
@@ -135,7 +146,10 @@ async def answered(client: Client, method: str, params: Any, **more: Any) -> Any
         if result["resultType"] != "input_required":
             return result
         assert not {"ttlMs", "cacheScope"} & result.keys()
-        given = {**params, "inputResponses": {k: REPLIES[q["method"]] for k, q in result["inputRequests"].items()}}
+        given = {
+            **params,
+            "inputResponses": {k: REPLIES[q["method"]] for k, q in result["inputRequests"].items()},
+        }
         if "requestState" in result:
             given["requestState"] = result["requestState"]
     raise AssertionError("it asks for ever")

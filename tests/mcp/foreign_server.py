@@ -1,4 +1,5 @@
-"""A server of FastMCP or of the official SDK for Python, as a process of its own, for our client to talk to.
+"""A server of FastMCP or of the official SDK for Python, as a separate process, for our client to
+talk to.
 
 python -m tests.mcp.foreign_server fastmcp               stdin and stdout
 python -m tests.mcp.foreign_server sdk --port 8420       http://127.0.0.1:8420/mcp
@@ -74,7 +75,9 @@ def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("kind", choices=["fastmcp", "sdk"])
     options.add_argument("--port", type=int)
-    options.add_argument("--transport", default="streamable-http", help="or sse, that of 2024-11-05, at /sse")
+    options.add_argument(
+        "--transport", default="streamable-http", help="or sse, that of 2024-11-05, at /sse"
+    )
     given = options.parse_args()
     server = fastmcp_server() if given.kind == "fastmcp" else sdk_server()
     banner = {"show_banner": False} if given.kind == "fastmcp" else {}

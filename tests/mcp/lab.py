@@ -1,4 +1,6 @@
-"""An app whose tools wait, stream and tell what happened to them, and words of the tests over HTTP."""
+"""An app whose tools wait, stream and record what happened to them, and helpers for the tests over
+HTTP.
+"""
 
 import asyncio
 from collections.abc import Mapping
@@ -24,7 +26,7 @@ FORM = {"type": "object", "properties": {"name": {"type": "string"}}}
 
 
 class Lab:
-    """An app whose tools wait, stream and tell what happened to them."""
+    """An app whose tools wait, stream and record what happened to them."""
 
     def __init__(self, **options: Any) -> None:
         self.app: App = make_app(**options)
@@ -113,7 +115,7 @@ class Lab:
 
 
 async def refused(exchange: Exchange) -> tuple[int, Any]:
-    """Status and code of what was refused."""
+    """Status and code of a refusal."""
     await exchange.started()
     body = await exchange.json()
     return exchange.status, body["error"]["code"]

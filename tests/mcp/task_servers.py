@@ -1,12 +1,12 @@
-"""Servers of MCP whose tools become tasks, and that say what a test wants; a client whose pauses pass at once."""
+"""MCP servers whose tools become tasks, scripted by a test; a client whose pauses pass at once."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from tests.mcp.clients import client_of
 from tests.mcp.scripted import Reply, Scripted, Seen, event, newest, refusal, result, text
-from tests.mcp.test_client import client_of
 from wirecall import Retry
 from wirecall.mcp.client.client import McpClient
 from wirecall.mcp.client.inbox import Form
@@ -17,13 +17,24 @@ TASKS = f"{META}tasks"
 KEYS: dict[str, Any] = {"experimental": {"io.wirecall/idempotency": {}}, "tools": {}}
 KEY = "io.wirecall/idempotency-key"
 ID = "786512e2-9e0d-44bd-8f29-789f320fe840"
-TIMES: dict[str, Any] = {"createdAt": "2026-11-16T10:30:00Z", "lastUpdatedAt": "2026-11-16T10:40:00Z", "ttlMs": 60000}
+TIMES: dict[str, Any] = {
+    "createdAt": "2026-11-16T10:30:00Z",
+    "lastUpdatedAt": "2026-11-16T10:40:00Z",
+    "ttlMs": 60000,
+}
 QUICK = Retry(attempts=2, first=0.0, cap=0.0)
 
 
 def task(status: str = "working", **more: Any) -> dict[str, Any]:
-    """A state of the task, as `tasks/get` answers."""
-    return {"resultType": "complete", "taskId": ID, "status": status, **TIMES, "pollIntervalMs": 1000, **more}
+    """A state of the task, as `tasks/get` returns it."""
+    return {
+        "resultType": "complete",
+        "taskId": ID,
+        "status": status,
+        **TIMES,
+        "pollIntervalMs": 1000,
+        **more,
+    }
 
 
 DONE = task("completed", result={**text("done"), "isError": False})
@@ -40,7 +51,10 @@ ERRORS: list[Any] = [
 
 def question(message: str) -> dict[str, Any]:
     schema = {"type": "object", "properties": {"name": {"type": "string"}}}
-    return {"method": "elicitation/create", "params": {"mode": "form", "message": message, "requestedSchema": schema}}
+    return {
+        "method": "elicitation/create",
+        "params": {"mode": "form", "message": message, "requestedSchema": schema},
+    }
 
 
 def asking(*keys: str) -> dict[str, Any]:
@@ -50,15 +64,20 @@ def asking(*keys: str) -> dict[str, Any]:
 class Server(Scripted):
     """A server whose tools become tasks.
 
-    Each `tasks/get` is answered with the next of `states`, and with the last one from then on. A state is a result, a whole
-    `Reply`, or a function of the message. `on` answers other methods.
+    Each `tasks/get` returns the next of `states`, and the last one from then on. A state is a
+    result, a whole `Reply`, or a function of the message. `on` answers other methods.
     """
 
-    def __init__(self, *states: Any, created: Any = CREATED, capabilities: Any = None, **on: Any) -> None:
+    def __init__(
+        self, *states: Any, created: Any = CREATED, capabilities: Any = None, **on: Any
+    ) -> None:
         super().__init__(newest(self._reply, capabilities or {"extensions": {TASKS: {}}}))
         self._states = list(states)
         self._created = created
-        self._on: dict[str, Any] = {"subscriptions/listen": lambda message: refusal(message, -32601), **on}
+        self._on: dict[str, Any] = {
+            "subscriptions/listen": lambda message: refusal(message, -32601),
+            **on,
+        }
 
     def _reply(self, message: Any, seen: Seen) -> Any:
         acks: dict[str, Any] = {"tasks/update": {}, "tasks/cancel": {}}
@@ -69,7 +88,9 @@ class Server(Scripted):
         else:
             made = acks.get(seen.method, self._created)
         made = made(message) if callable(made) else made
-        return made if isinstance(made, Reply) or asyncio.iscoroutine(made) else result(message, made)
+        return (
+            made if isinstance(made, Reply) or asyncio.iscoroutine(made) else result(message, made)
+        )
 
     def sent(self, method: str) -> list[Any]:
         return [one.body["params"] for one in self.seen if one.method == method]
@@ -77,14 +98,14 @@ class Server(Scripted):
 
 @asynccontextmanager
 async def client_to(server: Scripted, **options: Any) -> AsyncIterator[McpClient]:
-    """A client whose pauses pass at once, and are as long as the server wishes."""
+    """A client whose pauses pass at once, and are as long as the server asks for."""
     given = {"clock": FakeClock(), "chance": lambda: 0.5, "retry": QUICK, **options}
     async with client_of(server.url, **given) as client:
         yield client
 
 
 class Still(FakeClock):
-    """A clock that stands still until it goes: no pause ends before."""
+    """A clock that stands still until `goes` is set: no pause ends before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +118,7 @@ class Still(FakeClock):
 
 
 class Pushing(Server):
-    """A server that sends the states of tasks: what the test puts into `told`; None ends the stream."""
+    """A server that sends the states of tasks that the test puts into `told`; None ends the stream."""
 
     def __init__(self, *states: Any, honours: bool = True, **more: Any) -> None:
         super().__init__(*states, **{"subscriptions/listen": self._listen, **more})
@@ -108,17 +129,28 @@ class Pushing(Server):
         meta = {f"{META}subscriptionId": message["id"]}
         honoured = message["params"]["notifications"] if self._honours else {}
         method = "notifications/subscriptions/acknowledged"
-        ack = {"jsonrpc": "2.0", "method": method, "params": {"_meta": meta, "notifications": honoured}}
+        ack = {
+            "jsonrpc": "2.0",
+            "method": method,
+            "params": {"_meta": meta, "notifications": honoured},
+        }
 
         async def more() -> str | None:
-            telling, over = asyncio.create_task(self.told.get()), asyncio.create_task(self.over.wait())
+            telling = asyncio.create_task(self.told.get())
+            over = asyncio.create_task(self.over.wait())
             await asyncio.wait([telling, over], return_when=asyncio.FIRST_COMPLETED)
             state = None if over.done() else telling.result()
             for one in (telling, over):
                 one.cancel()
             if state is None:
                 return None
-            return event({"jsonrpc": "2.0", "method": "notifications/tasks", "params": {**state, "_meta": meta}})
+            return event(
+                {
+                    "jsonrpc": "2.0",
+                    "method": "notifications/tasks",
+                    "params": {**state, "_meta": meta},
+                }
+            )
 
         return Reply(events=[event(ack)], more=more)
 
@@ -136,4 +168,6 @@ class Asked:
 
 def answers(server: Server) -> list[dict[str, Any]]:
     given = [params["inputResponses"] for params in server.sent("tasks/update")]
-    return [{key: answer.get("content", {}).get("name") for key, answer in one.items()} for one in given]
+    return [
+        {key: answer.get("content", {}).get("name") for key, answer in one.items()} for one in given
+    ]

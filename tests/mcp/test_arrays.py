@@ -1,4 +1,6 @@
-"""Arrays of messages: served at 2025-03-26 in every legal shape, refused aloud and whole everywhere else (V1 to V6)."""
+"""Arrays of messages: served at 2025-03-26 in every legal shape, refused as a whole elsewhere (V1
+to V6).
+"""
 
 import asyncio
 import json
@@ -47,14 +49,15 @@ def interface(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 class Shop:
-    """An app that tells what ran."""
+    """An app that records what ran."""
 
     def __init__(self, **options: Any) -> None:
         self.app: App = make_app(**options)
         self.ran: list[Any] = []
         self.entered = asyncio.Event()
         self.gate = asyncio.Event()
-        app, reads = self.app, ToolAnnotations(readOnlyHint=True)
+        app = self.app
+        reads = ToolAnnotations(readOnlyHint=True)
 
         @app.command
         async def buy(what: str) -> str:
@@ -102,7 +105,7 @@ def text(answer: Any) -> Any:
 
 
 async def send(client: Client, message: Any) -> Any:
-    """Send what is answered with one JSON text."""
+    """Send a message, and return its one JSON answer."""
     if isinstance(client, LineClient):
         client.write(message)
         return await client.line()
@@ -111,7 +114,7 @@ async def send(client: Client, message: Any) -> Any:
 
 
 async def send_in_vain(client: Client, message: Any) -> None:
-    """Send what is answered with nothing."""
+    """Send a message, and check that the server does not answer."""
     if isinstance(client, LineClient):
         client.write(message)
         await client.end()
@@ -122,13 +125,19 @@ async def send_in_vain(client: Client, message: Any) -> None:
         assert (answered.status, await answered.read()) == (202, b"")
 
 
-# --- refused ---------------------------------------------------------------------------------------------------------
+# --- refused --------------------------------------------------------------------------------------
 
 SHAPES: dict[str, Any] = {
     "one request": [tool("buy", what="a")],
     "requests": [tool("buy", 1, what="a"), request("ping", id=2), tool("look", 3)],
-    "requests and notifications": [tool("buy", what="a"), notification("notifications/cancelled", {"requestId": 9})],
-    "notifications": [notification("notifications/cancelled", {"requestId": 9}), notification("notifications/unheard_of")],
+    "requests and notifications": [
+        tool("buy", what="a"),
+        notification("notifications/cancelled", {"requestId": 9}),
+    ],
+    "notifications": [
+        notification("notifications/cancelled", {"requestId": 9}),
+        notification("notifications/unheard_of"),
+    ],
     "responses": [response("s-1"), response("s-2")],
     "both": [tool("buy", what="a"), response("s-1")],
     "invalid among valid": [tool("buy", what="a"), 17, {"jsonrpc": "2.0"}],
@@ -139,8 +148,8 @@ SHAPES: dict[str, Any] = {
 @every_transport
 @pytest.mark.parametrize("revision", [R1, R3, R4])
 @pytest.mark.parametrize("shape", SHAPES)
-async def test_an_array_is_refused_whole(transport: str, revision: str, shape: str) -> None:
-    """V2: -32600, the revision is named, nothing runs, never silence."""
+async def test_array_is_refused_as_a_whole(transport: str, revision: str, shape: str) -> None:
+    """V2: -32600, the error names the revision, nothing runs, never silence."""
     shop = Shop()
     async with speak(transport, shop.app, revision) as client:
         answer = await send(client, SHAPES[shape])
@@ -152,7 +161,7 @@ async def test_an_array_is_refused_whole(transport: str, revision: str, shape: s
 
 @pytest.mark.parametrize("revision", OTHERS)
 @pytest.mark.parametrize("shape", SHAPES)
-async def test_the_status_of_a_refused_array_is_400(revision: str, shape: str) -> None:
+async def test_array_refused_has_status_400(revision: str, shape: str) -> None:
     shop = Shop()
     async with over_http(shop.app, revision) as client:
         answered = await client.post(SHAPES[shape]).started()
@@ -163,16 +172,20 @@ async def test_the_status_of_a_refused_array_is_400(revision: str, shape: str) -
 
 
 @every_transport
-async def test_an_array_of_enveloped_requests_is_refused(transport: str) -> None:
-    """V2 at 2026-07-28, where an array can be known only by what is in it."""
+async def test_array_of_enveloped_requests_is_refused(transport: str) -> None:
+    """V2 at 2026-07-28, where only its entries show the revision of an array."""
     shop = Shop()
-    batch = [enveloped("tools/call", {"name": "buy", "arguments": {"what": "a"}}, 1), enveloped("tools/list", id=2)]
+    batch = [
+        enveloped("tools/call", {"name": "buy", "arguments": {"what": "a"}}, 1),
+        enveloped("tools/list", id=2),
+    ]
     async with speak(transport, shop.app, R5) as client:
         if isinstance(client, LineClient):
             client.write(batch)
             answer = await client.line()
         else:
-            answered = await client.post(batch, BASIC).started()  # without any header that tells the revision
+            # Without any header that names the revision.
+            answered = await client.post(batch, BASIC).started()
             assert answered.status == 400
             answer = await answered.json()
     assert (answer["error"]["code"], shop.ran) == (-32600, [])
@@ -180,26 +193,34 @@ async def test_an_array_of_enveloped_requests_is_refused(transport: str) -> None
 
 
 @pytest.mark.parametrize(
-    "odd", [{"io.modelcontextprotocol/protocolVersion": 5}, {"io.modelcontextprotocol/protocolVersion": R2}]
+    "odd",
+    [
+        {"io.modelcontextprotocol/protocolVersion": 5},
+        {"io.modelcontextprotocol/protocolVersion": R2},
+    ],
 )
-async def test_an_envelope_in_an_array_is_refused_whatever_it_says(odd: Any) -> None:
+async def test_array_with_an_envelope_is_refused_whatever_the_envelope_says(odd: Any) -> None:
     shop = Shop()
     async with over_http(shop.app, R2) as client:
         answered = await client.post([tool("buy", what="a"), tool("look", 2, odd)]).started()
-        assert (answered.status, (await answered.json())["error"]["code"], shop.ran) == (400, -32600, [])
+        assert (answered.status, (await answered.json())["error"]["code"], shop.ran) == (
+            400,
+            -32600,
+            [],
+        )
 
 
 @every_transport
 @pytest.mark.parametrize("revision", LEGACY)
-async def test_an_empty_array_is_answered_with_one_error(transport: str, revision: str) -> None:
+async def test_empty_array_is_answered_with_one_error(transport: str, revision: str) -> None:
     async with speak(transport, Shop().app, revision) as client:
         answer = await send(client, [])
     assert isinstance(answer, dict) and answer["error"]["code"] == -32600
 
 
 @every_transport
-async def test_an_array_over_the_limit_is_refused_whole(transport: str) -> None:
-    """J11: before anything runs, and with the numbers."""
+async def test_array_over_the_limit_is_refused_as_a_whole(transport: str) -> None:
+    """J11: before anything runs; the error has the numbers."""
     shop = Shop(limits=Limits(batch=3))
     async with speak(transport, shop.app, R2) as client:
         answer = await send(client, [tool("buy", id, what="a") for id in range(4)])
@@ -210,7 +231,7 @@ async def test_an_array_over_the_limit_is_refused_whole(transport: str) -> None:
 
 
 @every_transport
-async def test_requests_and_responses_do_not_mix(transport: str) -> None:
+async def test_array_must_not_mix_requests_and_responses(transport: str) -> None:
     shop = Shop()
     async with speak(transport, shop.app, R2) as client:
         answer = await send(client, SHAPES["both"])
@@ -218,7 +239,7 @@ async def test_requests_and_responses_do_not_mix(transport: str) -> None:
 
 
 @every_transport
-async def test_broken_json_in_an_array_is_a_parse_error(transport: str) -> None:
+async def test_array_of_broken_json_is_a_parse_error(transport: str) -> None:
     """J8: syntax outranks shape."""
     shop = Shop()
     async with speak(transport, shop.app, R2) as client:
@@ -227,12 +248,16 @@ async def test_broken_json_in_an_array_is_a_parse_error(transport: str) -> None:
     assert (answer["error"]["code"], shop.ran) == (-32700, [])
 
 
-# --- initialize inside -----------------------------------------------------------------------------------------------
+# --- initialize inside ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rest", [[], [request("ping", id=7)], [notification("notifications/initialized")]])
+@pytest.mark.parametrize(
+    "rest", [[], [request("ping", id=7)], [notification("notifications/initialized")]]
+)
 @pytest.mark.parametrize("version", [None, *REVISIONS])
-async def test_initialize_in_an_array_opens_no_session(rest: list[Any], version: str | None) -> None:
+async def test_initialize_in_an_array_does_not_open_a_session(
+    rest: list[Any], version: str | None
+) -> None:
     """V3, over HTTP: whatever the header says, and whatever it offers."""
     async with over_http(Shop().app) as client:
         told = {} if version is None else {"mcp-protocol-version": version}
@@ -242,8 +267,8 @@ async def test_initialize_in_an_array_opens_no_session(rest: list[Any], version:
 
 
 @pytest.mark.parametrize("rest", [[], [request("ping", id=7)]])
-async def test_initialize_in_an_array_leaves_a_pipe_as_it_was(rest: list[Any]) -> None:
-    """V3, on stdio: the handshake can still come."""
+async def test_initialize_in_an_array_leaves_a_pipe_unchanged(rest: list[Any]) -> None:
+    """V3, on stdio: the client can still send its handshake."""
     client = LineClient(Shop().app, R3)
     await client.open(handshake=False)
     try:
@@ -260,20 +285,28 @@ async def test_initialize_in_an_array_leaves_a_pipe_as_it_was(rest: list[Any]) -
 async def test_initialize_in_an_array_of_a_session_changes_nothing(transport: str) -> None:
     shop = Shop()
     async with speak(transport, shop.app, R2) as client:
-        assert (await send(client, [tool("buy", what="a"), hello(R4, id=2)]))["error"]["code"] == -32600
+        assert (await send(client, [tool("buy", what="a"), hello(R4, id=2)]))["error"][
+            "code"
+        ] == -32600
         assert shop.ran == []
         assert len(await send(client, [request("ping")])) == 1  # still 2025-03-26
 
 
-async def test_an_array_of_plain_json_rpc_is_served_until_a_revision_is_negotiated() -> None:
-    """After that the line is MCP's, and the revision decides."""
+async def test_array_of_plain_json_rpc_is_served_until_a_revision_is_negotiated() -> None:
+    """After that the pipe carries MCP, and the revision decides."""
     shop = Shop()
-    plain = [{"jsonrpc": "2.0", "id": 1, "method": "look", "params": ["p"]}, {"jsonrpc": "2.0", "id": 2, "method": "look"}]
+    plain = [
+        {"jsonrpc": "2.0", "id": 1, "method": "look", "params": ["p"]},
+        {"jsonrpc": "2.0", "id": 2, "method": "look"},
+    ]
     client = LineClient(shop.app, R4)
     await client.open(handshake=False)
     try:
         client.write(plain)
-        assert {answer["id"]: answer["result"] for answer in await client.line()} == {1: "p", 2: "x"}
+        assert {answer["id"]: answer["result"] for answer in await client.line()} == {
+            1: "p",
+            2: "x",
+        }
         await client.exchange(hello(R4))
         client.write(plain)
         assert (await client.line())["error"]["code"] == -32600
@@ -282,13 +315,16 @@ async def test_an_array_of_plain_json_rpc_is_served_until_a_revision_is_negotiat
     assert shop.ran == ["p", "x"]
 
 
-# --- which revision counts (V5) --------------------------------------------------------------------------------------
+# --- which revision counts (V5) -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("version", "served"), [(None, True), (R2, True), (R1, False), (R3, False), (R4, False), (R5, False), ("v9", False)]
+    ("version", "served"),
+    [(None, True), (R2, True), (R1, False), (R3, False), (R4, False), (R5, False), ("v9", False)],
 )
-async def test_without_a_session_the_header_counts(version: str | None, served: bool) -> None:
+async def test_revision_comes_from_the_header_without_a_session(
+    version: str | None, served: bool
+) -> None:
     """No session, no header, no envelope: 2025-03-26 (trap 2)."""
     shop = Shop()
     async with over_http(shop.app) as client:
@@ -301,7 +337,9 @@ async def test_without_a_session_the_header_counts(version: str | None, served: 
 
 @pytest.mark.parametrize("header", [None, R2, R4])
 @pytest.mark.parametrize("revision", LEGACY)
-async def test_the_session_outranks_the_header(revision: str, header: str | None) -> None:
+async def test_revision_of_the_session_outranks_the_header(
+    revision: str, header: str | None
+) -> None:
     """Trap 1."""
     async with over_http(Shop().app, revision) as client:
         headers = {**BASIC, "mcp-session-id": client.session or ""}
@@ -311,18 +349,20 @@ async def test_the_session_outranks_the_header(revision: str, header: str | None
         assert answered.status == (200 if revision == R2 else 400)
 
 
-async def test_an_array_of_an_unknown_session_is_404() -> None:
+async def test_array_of_an_unknown_session_is_404() -> None:
     shop = Shop()
     async with over_http(shop.app) as client:
-        answered = await client.post([tool("buy", what="a")], {**BASIC, "mcp-session-id": "nobody"}).started()
+        answered = await client.post(
+            [tool("buy", what="a")], {**BASIC, "mcp-session-id": "nobody"}
+        ).started()
     assert (answered.status, shop.ran) == (404, [])
 
 
-# --- served (V1, V4) -------------------------------------------------------------------------------------------------
+# --- served (V1, V4) ------------------------------------------------------------------------------
 
 
 @every_transport
-async def test_every_request_is_answered_and_no_notification_is(transport: str) -> None:
+async def test_array_answers_every_request_and_no_notification(transport: str) -> None:
     batch = [
         request("ping", id="a"),
         notification("notifications/unheard_of"),
@@ -338,8 +378,10 @@ async def test_every_request_is_answered_and_no_notification_is(transport: str) 
 
 
 @every_transport
-@pytest.mark.parametrize("entry", [request("ping", id=0), tool("look", "s"), request("no/such", id=5)])
-async def test_one_entry_is_answered_with_an_array(transport: str, entry: Any) -> None:
+@pytest.mark.parametrize(
+    "entry", [request("ping", id=0), tool("look", "s"), request("no/such", id=5)]
+)
+async def test_array_of_one_entry_is_answered_with_an_array(transport: str, entry: Any) -> None:
     async with speak(transport, Shop().app, R2) as client:
         answers = await send(client, [entry])
     assert isinstance(answers, list) and [answer["id"] for answer in answers] == [entry["id"]]
@@ -347,14 +389,14 @@ async def test_one_entry_is_answered_with_an_array(transport: str, entry: Any) -
 
 @every_transport
 @pytest.mark.parametrize("shape", ["notifications", "responses"])
-async def test_an_array_without_requests_gets_no_reply(transport: str, shape: str) -> None:
+async def test_array_without_requests_gets_no_reply(transport: str, shape: str) -> None:
     """Never `[]`: 202 without a body, or no line."""
     async with speak(transport, Shop().app, R2) as client:
         await send_in_vain(client, SHAPES[shape])
 
 
 @every_transport
-async def test_a_bad_entry_costs_itself_alone(transport: str) -> None:
+async def test_array_entry_that_is_bad_fails_alone(transport: str) -> None:
     shop = Shop()
     batch = [
         1,
@@ -373,7 +415,7 @@ async def test_a_bad_entry_costs_itself_alone(transport: str) -> None:
 
 @every_transport
 @pytest.mark.parametrize("bad", [None, 1.5, True, [], {}])
-async def test_a_bad_id_costs_its_entry(transport: str, bad: Any) -> None:
+async def test_array_entry_with_a_bad_id_fails_alone(transport: str, bad: Any) -> None:
     shop = Shop()
     async with speak(transport, shop.app, R2) as client:
         answers = await send(client, [tool("buy", bad, what="a"), tool("look", 2)])
@@ -382,20 +424,24 @@ async def test_a_bad_id_costs_its_entry(transport: str, bad: Any) -> None:
 
 
 @every_transport
-async def test_params_by_position_cost_their_entry(transport: str) -> None:
+async def test_array_entry_with_positional_params_fails_alone(transport: str) -> None:
     shop = Shop()
     async with speak(transport, shop.app, R2) as client:
-        found = by_id(await send(client, [request("tools/call", ["buy", {"what": "a"}], 1), tool("look", 2)]))
+        found = by_id(
+            await send(client, [request("tools/call", ["buy", {"what": "a"}], 1), tool("look", 2)])
+        )
     assert found[1]["error"]["code"] in (-32600, -32602)
     assert shop.ran == ["x"]
 
 
 @every_transport
-async def test_an_id_used_twice_in_an_array_runs_once(transport: str) -> None:
-    """No answer may take another's place; 1 and "1" are two ids."""
+async def test_array_runs_an_id_used_twice_once(transport: str) -> None:
+    """No answer may replace another; 1 and "1" are two ids."""
     shop = Shop()
     async with speak(transport, shop.app, R2) as client:
-        answers = await send(client, [tool("buy", 1, what="a"), tool("buy", 1, what="b"), tool("buy", "1", what="c")])
+        answers = await send(
+            client, [tool("buy", 1, what="a"), tool("buy", 1, what="b"), tool("buy", "1", what="c")]
+        )
     assert [answer["id"] for answer in answers if "result" in answer] == [1, "1"]
     assert [answer["error"]["code"] for answer in answers if "error" in answer] == [-32600]
     assert 1 not in [answer["id"] for answer in answers if "error" in answer]
@@ -403,7 +449,7 @@ async def test_an_id_used_twice_in_an_array_runs_once(transport: str) -> None:
 
 
 @every_transport
-async def test_commands_run_one_after_another_in_array_order(transport: str) -> None:
+async def test_array_runs_commands_one_after_another_in_order(transport: str) -> None:
     """J13."""
     shop = Shop()
     async with speak(transport, shop.app, R2) as client:
@@ -413,7 +459,7 @@ async def test_commands_run_one_after_another_in_array_order(transport: str) -> 
 
 
 @every_transport
-async def test_a_key_twice_in_an_array_takes_effect_once(transport: str) -> None:
+async def test_array_with_a_key_twice_has_one_effect(transport: str) -> None:
     shop = Shop()
     batch = [
         tool("buy", 1, {KEY: "k"}, what="a"),
@@ -428,27 +474,38 @@ async def test_a_key_twice_in_an_array_takes_effect_once(transport: str) -> None
     assert found[3]["error"]["data"]["type"] == "idempotency_key_conflict"
 
 
-async def test_replayed_entries_are_named_in_the_header() -> None:
+async def test_array_header_names_replayed_entries() -> None:
     """docs/commands.md: `Idempotent-Replayed` is true for one call, and for an array the ids."""
     async with over_http(Shop().app, R2) as client:
         await client.tool("buy", {"what": "a"}, meta={KEY: "k"})
-        answered = await client.post([tool("look", 1), tool("buy", 2, {KEY: "k"}, what="a")]).started()
+        answered = await client.post(
+            [tool("look", 1), tool("buy", 2, {KEY: "k"}, what="a")]
+        ).started()
     assert json.loads(answered.header("idempotent-replayed") or "null") == [2]
 
 
-async def test_a_key_in_the_header_is_not_for_an_array() -> None:
+async def test_array_with_a_key_in_the_header_is_refused() -> None:
     shop = Shop()
     async with over_http(shop.app, R2) as client:
         headers = {**client.headers(), "idempotency-key": "k"}
-        answered = await client.post([tool("buy", 1, what="a"), tool("buy", 2, what="b")], headers).started()
-        assert (answered.status, (await answered.json())["error"]["code"], shop.ran) == (400, -32602, [])
+        answered = await client.post(
+            [tool("buy", 1, what="a"), tool("buy", 2, what="b")], headers
+        ).started()
+        assert (answered.status, (await answered.json())["error"]["code"], shop.ran) == (
+            400,
+            -32602,
+            [],
+        )
 
 
-# --- streams, progress, cancellation ---------------------------------------------------------------------------------
+# --- streams, progress, cancellation --------------------------------------------------------------
 
 
-async def test_an_array_becomes_a_stream_when_an_entry_streams() -> None:
-    """One message per event: no client reads arrays there (trap 6). The stream ends after the last answer."""
+async def test_array_becomes_a_stream_when_an_entry_streams() -> None:
+    """One message per event: no client reads arrays there (trap 6).
+
+    The stream ends after the last answer.
+    """
     batch = [
         tool("look", 1),
         tool("steps", 2, {"progressToken": 0}, count=2),
@@ -463,13 +520,19 @@ async def test_an_array_becomes_a_stream_when_an_entry_streams() -> None:
     assert [p["progress"] for p in told if p["progressToken"] == 0] == [1, 2]
     assert [p["progress"] for p in told if p["progressToken"] == "t"] == [1]
     found = by_id([message for message in messages if "id" in message])
-    assert {id: text(answer) for id, answer in found.items()} == {1: "x", 2: "2 steps", "3": "1 steps"}
+    assert {id: text(answer) for id, answer in found.items()} == {
+        1: "x",
+        2: "2 steps",
+        "3": "1 steps",
+    }
 
 
-async def test_the_stream_of_an_array_is_resumed() -> None:
+async def test_array_stream_is_resumed() -> None:
     shop = Shop()
     async with over_http(shop.app, R2) as client:
-        cut = client.post([tool("wait", 1), tool("steps", 2, {"progressToken": 5}, count=1), tool("look", 3)])
+        cut = client.post(
+            [tool("wait", 1), tool("steps", 2, {"progressToken": 5}, count=1), tool("look", 3)]
+        )
         first = await cut.event()
         assert first is not None
         cut.leave()
@@ -478,26 +541,37 @@ async def test_the_stream_of_an_array_is_resumed() -> None:
     assert {message["id"] for message in messages} == {1, 2, 3}
 
 
-async def test_answers_do_not_wait_for_the_slowest_once_the_stream_is_open() -> None:
+async def test_array_answers_do_not_wait_for_the_slowest_once_the_stream_is_open() -> None:
     shop = Shop()
     async with over_http(shop.app, R2) as client:
-        answered = await client.post([tool("wait", 1), tool("steps", 2, {"progressToken": 5}, count=1)]).started()
+        answered = await client.post(
+            [tool("wait", 1), tool("steps", 2, {"progressToken": 5}, count=1)]
+        ).started()
         first = [await answered.message(), await answered.message()]
         assert [message.get("id") for message in first] == [None, 2]
         shop.gate.set()
         assert [message["id"] for message in await answered.messages()] == [1]
 
 
-async def test_progress_on_stdio_comes_before_the_array_of_answers() -> None:
+async def test_array_progress_on_stdio_precedes_the_answers() -> None:
     async with over_stdio(Shop().app, R2) as client:
-        client.write([tool("steps", 1, {"progressToken": "a"}, count=2), tool("steps", 2, {"progressToken": "b"}, count=1)])
+        client.write(
+            [
+                tool("steps", 1, {"progressToken": "a"}, count=2),
+                tool("steps", 2, {"progressToken": "b"}, count=1),
+            ]
+        )
         answers = await client.line()
     assert by_id(answers).keys() == {1, 2}
-    assert sorted(params["progressToken"] for params in client.told("notifications/progress")) == ["a", "a", "b"]
+    assert sorted(params["progressToken"] for params in client.told("notifications/progress")) == [
+        "a",
+        "a",
+        "b",
+    ]
 
 
 @every_transport
-async def test_one_entry_is_cancelled_and_the_others_go_on(transport: str) -> None:
+async def test_array_entry_is_cancelled_and_the_others_continue(transport: str) -> None:
     """Trap 11."""
     shop = Shop()
     async with speak(transport, shop.app, R2) as client:
@@ -508,20 +582,22 @@ async def test_one_entry_is_cancelled_and_the_others_go_on(transport: str) -> No
             answered = client.post(batch)
         async with asyncio.timeout(PATIENCE):
             await shop.entered.wait()
-        await client.notify("notifications/cancelled", {"requestId": 1, "reason": "changed my mind"})
+        await client.notify(
+            "notifications/cancelled", {"requestId": 1, "reason": "changed my mind"}
+        )
         answers = await (client.line() if isinstance(client, LineClient) else answered.json())
     assert [answer["id"] for answer in answers] == [2]
 
 
 @every_transport
-async def test_an_array_whose_requests_are_all_cancelled_is_answered_with_nothing(transport: str) -> None:
+async def test_array_whose_requests_are_all_cancelled_gets_no_answer(transport: str) -> None:
     """Matrix 1.3: a 202-style empty body, not `[]`; here the cancellation is in the same array."""
     batch = [tool("wait", 1), notification("notifications/cancelled", {"requestId": 1})]
     async with speak(transport, Shop().app, R2) as client:
         await send_in_vain(client, batch)
 
 
-async def test_lines_behind_a_waiting_array_are_served() -> None:
+async def test_array_that_waits_does_not_block_later_lines() -> None:
     shop = Shop()
     async with over_stdio(shop.app, R2) as client:
         client.write([tool("wait", "w")])
@@ -534,8 +610,10 @@ MODEL = {"role": "assistant", "model": "m", "content": {"type": "text", "text": 
 
 
 @every_transport
-async def test_questions_of_entries_are_answered_by_an_array(transport: str) -> None:
-    """V1 in both roles: the client may answer several requests of the server with one array of responses."""
+async def test_array_of_responses_answers_questions_of_entries(transport: str) -> None:
+    """V1 in both roles: the client may answer several requests of the server with one array of
+    responses.
+    """
     async with speak(transport, Shop().app, R2, capabilities={"sampling": {}}) as client:
         batch = [tool("think", 1, about="a"), tool("think", 2, about="b")]
         if isinstance(client, LineClient):
@@ -546,14 +624,16 @@ async def test_questions_of_entries_are_answered_by_an_array(transport: str) -> 
         else:
             answered = client.post(batch)
             asked = [await answered.message(), await answered.message()]
-            taken = await client.post([response(question["id"], MODEL) for question in asked]).started()
+            taken = await client.post(
+                [response(question["id"], MODEL) for question in asked]
+            ).started()
             assert (taken.status, await taken.read()) == (202, b"")
             answers = await answered.messages()
     assert {question["method"] for question in asked} == {"sampling/createMessage"}
     assert {id: text(answer) for id, answer in by_id(answers).items()} == {1: "deep", 2: "deep"}
 
 
-async def test_a_client_that_leaves_does_not_cancel_an_array() -> None:
+async def test_array_is_not_cancelled_when_its_client_disconnects() -> None:
     shop = Shop()
     async with over_http(shop.app, R2) as client:
         answered = client.post([tool("wait", 1), tool("buy", 2, {KEY: "k"}, what="a")])

@@ -1,4 +1,6 @@
-"""Asking the client: requests on the call's own stream until 2025-11-25, several rounds at 2026-07-28; one handler."""
+"""Asking the client: requests on the call's own stream until 2025-11-25, several rounds at
+2026-07-28; one handler.
+"""
 
 import asyncio
 import json
@@ -20,17 +22,31 @@ from tests.mcp.asgi import (
     over_stdio,
     speak,
 )
-from tests.mcp.desk import ALL, ANN, CASES, FORM, READS, REPLIES, ROOTS, answered, desk, every_transport, text
+from tests.mcp.desk import (
+    ALL,
+    ANN,
+    CASES,
+    FORM,
+    READS,
+    REPLIES,
+    ROOTS,
+    answered,
+    desk,
+    every_transport,
+    text,
+)
 from wirecall import Context
 from wirecall.mcp import Audio, Message
 
-# --- both eras -------------------------------------------------------------------------------------------------------
+# --- both eras ------------------------------------------------------------------------------------
 
 
 @every_transport
 @pytest.mark.parametrize("revision", [R3, R4])
 @pytest.mark.parametrize("tool", CASES)
-async def test_a_question_is_a_request_on_the_way_of_the_call(transport: str, revision: str, tool: str) -> None:
+async def test_question_is_a_request_on_the_stream_of_the_call(
+    transport: str, revision: str, tool: str
+) -> None:
     """Trap 46. Ids of the server's requests are its own."""
     async with speak(transport, desk(), revision, ALL, REPLIES) as client:
         found = await client.tool(tool, id=1)
@@ -42,17 +58,20 @@ async def test_a_question_is_a_request_on_the_way_of_the_call(transport: str, re
 
 @every_transport
 @pytest.mark.parametrize("tool", CASES)
-async def test_a_question_is_a_result_at_2026_07_28(transport: str, tool: str) -> None:
+async def test_question_is_a_result_at_2026_07_28(transport: str, tool: str) -> None:
     async with speak(transport, desk(), R5, ALL) as client:
         found = await answered(client, "tools/call", {"name": tool})
     assert text(found) == CASES[tool]
-    assert not [message for message in client.heard if "id" in message]  # a server has no requests there
+    # A server sends no requests there.
+    assert not [message for message in client.heard if "id" in message]
 
 
 @every_transport
 @pytest.mark.parametrize("revision", [R1, R2])
 @pytest.mark.parametrize("tool", ["sample", "roots"])
-async def test_questions_at_the_oldest_revisions(transport: str, revision: str, tool: str) -> None:
+async def test_questions_are_answered_at_the_oldest_revisions(
+    transport: str, revision: str, tool: str
+) -> None:
     async with speak(transport, desk(), revision, ALL, REPLIES) as client:
         assert text(await client.tool(tool)) == CASES[tool]
 
@@ -60,19 +79,24 @@ async def test_questions_at_the_oldest_revisions(transport: str, revision: str, 
 @every_transport
 @pytest.mark.parametrize(
     ("method", "params", "said"),
-    [("prompts/get", {"name": "greet"}, "hello Ann"), ("resources/read", {"uri": "test://private"}, "for Ann")],
+    [
+        ("prompts/get", {"name": "greet"}, "hello Ann"),
+        ("resources/read", {"uri": "test://private"}, "for Ann"),
+    ],
 )
-async def test_prompts_and_resources_may_ask_too(transport: str, method: str, params: Any, said: str) -> None:
+async def test_prompts_and_resources_may_ask_questions(
+    transport: str, method: str, params: Any, said: str
+) -> None:
     async with speak(transport, desk(), R5, ALL) as client:
         assert said in json.dumps(await answered(client, method, params))
     async with speak(transport, desk(), R4, ALL, REPLIES) as client:
         assert said in json.dumps(await client.result(method, params))
 
 
-# --- the shape of the questions --------------------------------------------------------------------------------------
+# --- the shape of the questions -------------------------------------------------------------------
 
 
-async def test_the_form_of_an_elicitation() -> None:
+async def test_elicitation_has_the_specified_shape() -> None:
     for revision in (R3, R4):
         async with over_http(desk(), revision, capabilities=ALL, replies=REPLIES) as client:
             await client.tool("elicit")
@@ -83,23 +107,30 @@ async def test_the_form_of_an_elicitation() -> None:
         result = await client.tool("elicit")
     assert result["inputRequests"].keys() == {"user_name"}
     question = result["inputRequests"]["user_name"]
-    assert question.keys() == {"method", "params"}  # bare: neither jsonrpc nor id
-    assert (question["method"], question["params"]["requestedSchema"]) == ("elicitation/create", FORM)
+    assert question.keys() == {"method", "params"}  # bare: without jsonrpc and id
+    assert (question["method"], question["params"]["requestedSchema"]) == (
+        "elicitation/create",
+        FORM,
+    )
     assert isinstance(result["requestState"], str)
 
 
-async def test_a_struct_becomes_a_flat_schema() -> None:
+async def test_elicitation_of_a_struct_has_a_flat_schema() -> None:
     async with over_http(desk(), R5, capabilities=ALL) as client:
-        schema = (await client.tool("typed"))["inputRequests"]["user_name"]["params"]["requestedSchema"]
+        schema = (await client.tool("typed"))["inputRequests"]["user_name"]["params"][
+            "requestedSchema"
+        ]
     assert schema["type"] == "object" and "$ref" not in json.dumps(schema)
     assert schema["properties"]["name"]["type"] == "string"
     assert schema["required"] == ["name"]
 
 
 @pytest.mark.parametrize("revision", [R4, R5])
-async def test_a_page_to_open(revision: str) -> None:
+async def test_elicitation_of_a_page_has_the_specified_shape(revision: str) -> None:
     """Matrix 1.5: `elicitationId` at 2025-11-25 alone."""
-    async with over_http(desk(), revision, capabilities=ALL, replies={"elicitation/create": {"action": "accept"}}) as client:
+    async with over_http(
+        desk(), revision, capabilities=ALL, replies={"elicitation/create": {"action": "accept"}}
+    ) as client:
         result = await client.tool("url")
         params = (
             client.told("elicitation/create")[0]
@@ -111,7 +142,7 @@ async def test_a_page_to_open(revision: str) -> None:
     assert "requestedSchema" not in params
 
 
-async def test_the_form_of_a_sampling_request() -> None:
+async def test_sampling_request_has_the_specified_shape() -> None:
     async with over_http(desk(), R4, capabilities=ALL, replies=REPLIES) as client:
         await client.tool("sample")
     params = client.told("sampling/createMessage")[0]
@@ -123,7 +154,7 @@ async def test_the_form_of_a_sampling_request() -> None:
 
 
 @pytest.mark.parametrize("revision", [R1, R2])
-async def test_a_model_is_not_sent_a_sound_before_2025_03_26(revision: str) -> None:
+async def test_sampling_does_not_send_audio_before_2025_03_26(revision: str) -> None:
     app = make_app()
 
     @app.tool(annotations=READS)
@@ -133,42 +164,54 @@ async def test_a_model_is_not_sent_a_sound_before_2025_03_26(revision: str) -> N
     async with over_http(app, revision, capabilities=ALL, replies=REPLIES) as client:
         await client.tool("hear")
     kinds = [
-        message["content"]["type"] for params in client.told("sampling/createMessage") for message in params["messages"]
+        message["content"]["type"]
+        for params in client.told("sampling/createMessage")
+        for message in params["messages"]
     ]
     assert ("audio" in kinds) == (revision == R2)
 
 
-async def test_several_at_once_are_one_round() -> None:
+async def test_questions_asked_at_once_are_one_round() -> None:
     async with over_http(desk(), R5, capabilities=ALL) as client:
         asked = (await client.tool("all"))["inputRequests"]
-    assert sorted(q["method"] for q in asked.values()) == ["elicitation/create", "roots/list", "sampling/createMessage"]
+    assert sorted(q["method"] for q in asked.values()) == [
+        "elicitation/create",
+        "roots/list",
+        "sampling/createMessage",
+    ]
 
 
-async def test_several_at_once_are_asked_together_in_the_older_revisions() -> None:
+async def test_questions_asked_at_once_are_sent_together_in_the_older_revisions() -> None:
     async with over_stdio(desk(), R4, capabilities=ALL) as client:
         client.write(client.message("tools/call", {"name": "all"}, 1))
         asked = [await client.hear() for _ in range(3)]  # all three before any is answered
         for question in reversed(asked):
-            client.write({"jsonrpc": "2.0", "id": question["id"], "result": REPLIES[question["method"]]})
+            client.write(
+                {"jsonrpc": "2.0", "id": question["id"], "result": REPLIES[question["method"]]}
+            )
         assert text((await client.line())["result"]) == CASES["all"]
 
 
-# --- answers ---------------------------------------------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("action", ["decline", "cancel"])
-async def test_a_person_may_say_no(action: str) -> None:
+async def test_question_may_be_declined(action: str) -> None:
     for tool, said in (("elicit", f"{action} None"), ("typed", action)):
-        async with over_http(desk(), R4, capabilities=ALL, replies={"elicitation/create": {"action": action}}) as client:
+        async with over_http(
+            desk(), R4, capabilities=ALL, replies={"elicitation/create": {"action": action}}
+        ) as client:
             assert text(await client.tool(tool)) == said
         async with over_http(desk(), R5, capabilities=ALL) as client:
-            found = await client.tool(tool, members={"inputResponses": {"user_name": {"action": action}}})
+            found = await client.tool(
+                tool, members={"inputResponses": {"user_name": {"action": action}}}
+            )
             assert text(found) == said
 
 
 @pytest.mark.parametrize("revision", [R3, R4])
-async def test_a_client_may_refuse_to_ask(revision: str) -> None:
-    """Its error is not the server's: the call fails, and says so."""
+async def test_question_may_be_refused_by_the_client(revision: str) -> None:
+    """The error is the client's, not the server's: the call fails, and its answer says so."""
     replies = {"elicitation/create": Refusal(-1, "user rejected")}
     async with over_http(desk(), revision, capabilities=ALL, replies=replies) as client:
         answer = await client.call("tools/call", {"name": "elicit"})
@@ -176,21 +219,37 @@ async def test_a_client_may_refuse_to_ask(revision: str) -> None:
         assert text(await client.tool("stubborn")) == "caught"
 
 
-BAD: list[Any] = [{}, {"action": "maybe"}, {"action": 5}, {"action": "accept", "content": {"name": 5}}, {"action": "accept"}]
+BAD: list[Any] = [
+    {},
+    {"action": "maybe"},
+    {"action": 5},
+    {"action": "accept", "content": {"name": 5}},
+    {"action": "accept"},
+]
 
 
 @pytest.mark.parametrize("bad", BAD)
-async def test_an_invalid_answer_is_an_error(bad: Any) -> None:
+async def test_answer_that_is_invalid_is_an_error(bad: Any) -> None:
     """Matrix 1.8: malformed answers SHOULD be a JSON-RPC error."""
     async with over_http(desk(), R5, capabilities=ALL) as client:
-        answer = await client.call("tools/call", {"name": "typed", "inputResponses": {"user_name": bad}})
+        answer = await client.call(
+            "tools/call", {"name": "typed", "inputResponses": {"user_name": bad}}
+        )
     assert answer["error"]["code"] == -32602
 
 
 WRONG: list[tuple[str, Any, str]] = [
     ("elicit", {"action": "ACCEPT"}, ".action: invalid enum value 'ACCEPT'"),
-    ("sample", {"role": "assistant", "content": {"type": "text", "text": None}}, ".content: expected an object or a list"),
-    ("sample", {"role": "assistant", "content": [{"type": "text", "text": 5}]}, ".content: expected an object or a list"),
+    (
+        "sample",
+        {"role": "assistant", "content": {"type": "text", "text": None}},
+        ".content: expected an object or a list",
+    ),
+    (
+        "sample",
+        {"role": "assistant", "content": [{"type": "text", "text": 5}]},
+        ".content: expected an object or a list",
+    ),
     ("sample", {"role": "assistant", "content": "deep"}, ".content: expected an object or a list"),
     ("roots", {"roots": [{"uri": 5}]}, ".roots[0].uri: expected str, got int"),
 ]
@@ -199,22 +258,29 @@ WRONG: list[tuple[str, Any, str]] = [
 @every_transport
 @pytest.mark.parametrize("revision", [R3, R4])
 @pytest.mark.parametrize(("tool", "wrong", "said"), WRONG)
-async def test_a_wrong_answer_is_named_as_it_came(transport: str, revision: str, tool: str, wrong: Any, said: str) -> None:
+async def test_answer_that_is_wrong_is_quoted_as_received(
+    transport: str, revision: str, tool: str, wrong: Any, said: str
+) -> None:
     replies = dict.fromkeys(REPLIES, wrong)
     async with speak(transport, desk(), revision, ALL, replies) as client:
         answer = await client.call("tools/call", {"name": tool})
     assert f"the client's answer{said}" in answer["error"]["message"]
 
 
-async def test_a_number_that_no_float_can_hold_is_a_wrong_answer() -> None:
+async def test_answer_with_a_number_that_no_float_can_hold_is_wrong() -> None:
     async with over_stdio(desk(), R4, capabilities=ALL) as client:
         call = asyncio.create_task(client.call("tools/call", {"name": "elicit"}))
         asked = await client.hear()
-        client.write(b'{"jsonrpc":"2.0","id":%b,"result":{"action":1e400}}' % json.dumps(asked["id"]).encode())
+        client.write(
+            b'{"jsonrpc":"2.0","id":%b,"result":{"action":1e400}}'
+            % json.dumps(asked["id"]).encode()
+        )
         assert "the client's answer[...]: number out of range" in (await call)["error"]["message"]
 
 
-@pytest.mark.parametrize("responses", [None, [], "x", {"user_name": 12345}, {"user_name": None}, {"user_name": []}])
+@pytest.mark.parametrize(
+    "responses", [None, [], "x", {"user_name": 12345}, {"user_name": None}, {"user_name": []}]
+)
 async def test_invalid_input_responses_are_an_error(responses: Any) -> None:
     async with over_http(desk(), R5, capabilities=ALL) as client:
         answer = await client.call("tools/call", {"name": "elicit", "inputResponses": responses})
@@ -222,7 +288,7 @@ async def test_invalid_input_responses_are_an_error(responses: Any) -> None:
 
 
 @pytest.mark.parametrize("responses", [{}, {"someone_else": ANN}])
-async def test_a_missing_answer_is_asked_for_again(responses: Any) -> None:
+async def test_answer_that_is_missing_is_requested_again(responses: Any) -> None:
     async with over_http(desk(), R5, capabilities=ALL) as client:
         first = await client.tool("elicit")
         members = {"inputResponses": responses, "requestState": first["requestState"]}
@@ -233,23 +299,34 @@ async def test_a_missing_answer_is_asked_for_again(responses: Any) -> None:
 
 async def test_answers_to_questions_that_were_not_asked_are_ignored() -> None:
     async with over_http(desk(), R5, capabilities=ALL) as client:
-        found = await client.tool("elicit", members={"inputResponses": {"user_name": ANN, "more": ANN}})
+        found = await client.tool(
+            "elicit", members={"inputResponses": {"user_name": ANN, "more": ANN}}
+        )
     assert text(found) == CASES["elicit"]
 
 
-async def test_some_of_several_answers_are_kept() -> None:
+async def test_answers_to_some_of_several_questions_are_kept() -> None:
     async with over_http(desk(), R5, capabilities=ALL) as client:
         first = await client.tool("all")
         keys = {question["method"]: key for key, question in first["inputRequests"].items()}
         one = {keys["roots/list"]: ROOTS}
-        second = await client.tool("all", members={"inputResponses": one, "requestState": first["requestState"]})
-        assert second["inputRequests"].keys() == {keys["elicitation/create"], keys["sampling/createMessage"]}
-        rest = {key: REPLIES[question["method"]] for key, question in second["inputRequests"].items()}
-        third = await client.tool("all", members={"inputResponses": rest, "requestState": second["requestState"]})
+        second = await client.tool(
+            "all", members={"inputResponses": one, "requestState": first["requestState"]}
+        )
+        assert second["inputRequests"].keys() == {
+            keys["elicitation/create"],
+            keys["sampling/createMessage"],
+        }
+        rest = {
+            key: REPLIES[question["method"]] for key, question in second["inputRequests"].items()
+        }
+        third = await client.tool(
+            "all", members={"inputResponses": rest, "requestState": second["requestState"]}
+        )
     assert text(third) == CASES["all"]
 
 
-# --- capabilities ----------------------------------------------------------------------------------------------------
+# --- capabilities ---------------------------------------------------------------------------------
 
 # tool, revision, what the client declares, whether that is enough
 CAPABLE: list[tuple[str, str, Any, bool]] = [
@@ -290,7 +367,7 @@ CAPABLE: list[tuple[str, str, Any, bool]] = [
 
 @every_transport
 @pytest.mark.parametrize(("tool", "revision", "declared", "enough"), CAPABLE)
-async def test_only_declared_capabilities_are_used(
+async def test_capabilities_are_used_only_if_declared(
     transport: str, tool: str, revision: str, declared: Any, enough: bool
 ) -> None:
     """Trap 40: `elicitation: {}` means forms alone."""
@@ -314,21 +391,38 @@ MISSING = [
     ("roots", {}, {"roots": {}}, "has not declared roots"),
     ("url", {}, {"elicitation": {"url": {}}}, "has not declared elicitation"),
     ("url", {"elicitation": {}}, {"elicitation": {"url": {}}}, "has not declared elicitation.url"),
-    ("elicit", {"elicitation": {"url": {}}}, {"elicitation": {}}, "has not declared elicitation.form"),
-    ("with_tools", {"sampling": {}}, {"sampling": {"tools": {}}}, "has not declared sampling.tools"),
-    ("with_context", {"sampling": {}}, {"sampling": {"context": {}}}, "has not declared sampling.context"),
+    (
+        "elicit",
+        {"elicitation": {"url": {}}},
+        {"elicitation": {}},
+        "has not declared elicitation.form",
+    ),
+    (
+        "with_tools",
+        {"sampling": {}},
+        {"sampling": {"tools": {}}},
+        "has not declared sampling.tools",
+    ),
+    (
+        "with_context",
+        {"sampling": {}},
+        {"sampling": {"context": {}}},
+        "has not declared sampling.context",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("tool", "declared", "needed", "said"), MISSING)
-async def test_missing_capabilities_are_named(tool: str, declared: Any, needed: Any, said: str) -> None:
+async def test_capabilities_that_are_missing_are_named(
+    tool: str, declared: Any, needed: Any, said: str
+) -> None:
     async with over_http(desk(), R5, capabilities=declared) as client:
         error = await client.tool_error(tool)
     assert error["data"]["requiredCapabilities"] == needed
     assert error["data"]["reason"].endswith(said)
 
 
-async def test_capabilities_are_of_the_request_not_of_the_one_before() -> None:
+async def test_capabilities_come_from_the_request_not_from_the_previous_one() -> None:
     async with over_http(desk(), R5, capabilities=ALL) as client:
         await client.tool("sample")
         client.capabilities = {}
@@ -346,27 +440,33 @@ async def test_plain_json_rpc_cannot_be_asked() -> None:
     assert "error" in answer
 
 
-# --- clients with and without answers--------------------------------------------------------------------------------
+# --- clients with and without answers--------------------------------------------------------------
 
 
-async def test_an_answer_comes_from_the_session_that_was_asked() -> None:
+async def test_answer_counts_only_from_the_session_that_was_asked() -> None:
     async with over_http(desk(), R4, capabilities=ALL) as client:
         asking = client.post(client.message("tools/call", {"name": "elicit"}, 1))
         question = await asking.message()
         other = HttpClient(client.asgi, R4, ALL)
         await other.open()
-        forged = {"jsonrpc": "2.0", "id": question["id"], "result": {"action": "accept", "content": {"name": "Eve"}}}
+        forged = {
+            "jsonrpc": "2.0",
+            "id": question["id"],
+            "result": {"action": "accept", "content": {"name": "Eve"}},
+        }
         await other.post(forged).started()
         await client.post({**forged, "result": ANN}).started()
         assert "Ann" in text((await asking.message())["result"])
 
 
-async def test_a_second_answer_is_ignored() -> None:
+async def test_answer_to_an_answered_question_is_ignored() -> None:
     async with over_http(desk(), R4, capabilities=ALL) as client:
         asking = client.post(client.message("tools/call", {"name": "rounds"}, 1))
         first = await asking.message()
         for _ in range(2):
-            taken = await client.post({"jsonrpc": "2.0", "id": first["id"], "result": ANN}).started()
+            taken = await client.post(
+                {"jsonrpc": "2.0", "id": first["id"], "result": ANN}
+            ).started()
             assert taken.status == 202
         second = await asking.message()
         assert second["params"]["message"] == "Name 1?"
@@ -374,7 +474,7 @@ async def test_a_second_answer_is_ignored() -> None:
 
 
 @every_transport
-async def test_a_call_that_waits_for_an_answer_can_be_cancelled(transport: str) -> None:
+async def test_call_that_waits_for_an_answer_can_be_cancelled(transport: str) -> None:
     async with speak(transport, desk(), R4, ALL) as client:
         message = client.message("tools/call", {"name": "elicit"}, 9)
         if isinstance(client, LineClient):
@@ -390,7 +490,9 @@ async def test_a_call_that_waits_for_an_answer_can_be_cancelled(transport: str) 
 
 
 @pytest.mark.parametrize("revision", [R4, R5])
-async def test_a_question_that_is_not_awaited_says_so(revision: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_question_that_is_not_awaited_has_an_error_that_says_so(
+    revision: str, caplog: pytest.LogCaptureFixture
+) -> None:
     app = make_app()
 
     @app.tool
@@ -400,4 +502,7 @@ async def test_a_question_that_is_not_awaited_says_so(revision: str, caplog: pyt
 
     async with over_http(app, revision, capabilities={"elicitation": {}}) as client:
         await client.call("tools/call", {"name": "ask"})
-    assert "a question has no 'content', its answer may have: use `await ctx.elicit(...)`" in caplog.text
+    assert (
+        "a question has no 'content', its answer may have: use `await ctx.elicit(...)`"
+        in caplog.text
+    )

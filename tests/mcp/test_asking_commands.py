@@ -1,4 +1,6 @@
-"""Commands that ask: one effect, whatever comes twice, and answers only to questions that were asked."""
+"""Commands that ask: one effect, whatever arrives twice, and answers only to questions that were
+asked.
+"""
 
 import asyncio
 import base64
@@ -52,7 +54,10 @@ class Till:
         @self.app.command
         async def pay_twice(cents: int, ctx: Context) -> str:
             self.begun += 1
-            names = [(await ctx.elicit(f"Pay {cents}?", FORM, key=key)).content["name"] for key in ("who", "also")]
+            names = [
+                (await ctx.elicit(f"Pay {cents}?", FORM, key=key)).content["name"]
+                for key in ("who", "also")
+            ]
             self.paid += names
             return f"paid by {' and '.join(names)}"
 
@@ -82,7 +87,7 @@ def again(result: Any, reply: Any = ANN) -> Any:
 
 
 @every_transport
-async def test_a_command_that_asks_takes_effect_once(transport: str) -> None:
+async def test_command_that_asks_takes_effect_once(transport: str) -> None:
     till = Till()
     async with speak(transport, till.app, R5, ALL) as client:
         asked = await client.tool("pay", {"cents": 5}, meta=KEYED)
@@ -97,8 +102,11 @@ async def test_a_command_that_asks_takes_effect_once(transport: str) -> None:
     assert till.paid == ["Ann"]
 
 
-async def test_a_duplicate_while_the_command_waits_gets_the_same_question() -> None:
-    """The first leg sent again, because its answer was lost: it must be able to go on from it."""
+async def test_command_that_waits_asks_a_duplicate_the_same_question() -> None:
+    """The client repeats the first leg because its answer was lost.
+
+    The question lets it continue.
+    """
     till = Till()
     async with over_http(till.app, R5, capabilities=ALL) as client:
         first = await client.tool("pay", {"cents": 5}, meta=KEYED)
@@ -106,37 +114,47 @@ async def test_a_duplicate_while_the_command_waits_gets_the_same_question() -> N
         assert second["resultType"] == "input_required"
         assert second["inputRequests"] == first["inputRequests"]
         assert await till.state() == State.WAITING
-        assert text(await client.tool("pay", {"cents": 5}, members=again(second), meta=KEYED)) == "paid by Ann"
+        assert (
+            text(await client.tool("pay", {"cents": 5}, members=again(second), meta=KEYED))
+            == "paid by Ann"
+        )
     assert till.paid == ["Ann"]
 
 
 @pytest.mark.parametrize("revision", [R1, R2, R3, R4])
-async def test_older_revisions_do_not_get_a_waiting_command_as_a_result(revision: str) -> None:
-    """`input_required` is a word of 2026-07-28: to others the command is in progress."""
+async def test_command_that_waits_is_not_a_result_at_older_revisions(revision: str) -> None:
+    """`input_required` exists only at 2026-07-28: for other revisions the command is in progress."""
     till = Till()
     async with over_http(till.app, R5, capabilities=ALL) as client:
         asked = await client.tool("pay", {"cents": 5}, meta=KEYED)
         other = HttpClient(client.asgi, revision, ALL, REPLIES)
         await other.open()
-        answer = await other.call("tools/call", {"name": "pay", "arguments": {"cents": 5}}, meta=KEYED)
+        answer = await other.call(
+            "tools/call", {"name": "pay", "arguments": {"cents": 5}}, meta=KEYED
+        )
         assert "inputRequests" not in json.dumps(answer), answer
         assert answer["error"]["data"]["type"] == "idempotency_key_in_progress"
-        assert text(await client.tool("pay", {"cents": 5}, members=again(asked), meta=KEYED)) == "paid by Ann"
+        assert (
+            text(await client.tool("pay", {"cents": 5}, members=again(asked), meta=KEYED))
+            == "paid by Ann"
+        )
     assert till.paid == ["Ann"]
 
 
-async def test_a_waiting_command_asks_only_questions_that_the_duplicate_can_answer() -> None:
-    """Matrix 1.8: no kind that is not declared in this request's capabilities."""
+async def test_command_that_waits_asks_only_questions_that_the_duplicate_can_answer() -> None:
+    """Matrix 1.8: only kinds that this request's capabilities declare."""
     till = Till()
     async with over_http(till.app, R5, capabilities=ALL) as client:
         await client.tool("pay", {"cents": 5}, meta=KEYED)
         client.capabilities = {}
-        answer = await client.call("tools/call", {"name": "pay", "arguments": {"cents": 5}}, meta=KEYED)
+        answer = await client.call(
+            "tools/call", {"name": "pay", "arguments": {"cents": 5}}, meta=KEYED
+        )
         assert "inputRequests" not in json.dumps(answer), answer
     assert till.paid == []
 
 
-async def test_other_arguments_while_the_command_waits_are_a_conflict() -> None:
+async def test_command_that_waits_conflicts_with_other_arguments() -> None:
     till = Till()
     async with over_http(till.app, R5, capabilities=ALL) as client:
         await client.tool("pay", {"cents": 5}, meta=KEYED)
@@ -145,55 +163,74 @@ async def test_other_arguments_while_the_command_waits_are_a_conflict() -> None:
     assert till.paid == []
 
 
-async def test_a_forged_state_leaves_the_command_waiting() -> None:
+async def test_command_continues_to_wait_after_a_forged_state() -> None:
     till = Till()
     async with over_http(till.app, R5, capabilities=ALL) as client:
         asked = await client.tool("pay", {"cents": 5}, meta=KEYED)
         forged = {**again(asked), "requestState": asked["requestState"] + "x"}
-        assert (await client.tool_error("pay", {"cents": 5}, members=forged, meta=KEYED))["code"] == -32602
+        assert (await client.tool_error("pay", {"cents": 5}, members=forged, meta=KEYED))[
+            "code"
+        ] == -32602
         assert await till.state() == State.WAITING
         bad = again(asked, {"action": "maybe"})
-        assert (await client.tool_error("pay", {"cents": 5}, members=bad, meta=KEYED))["code"] == -32602
-        assert text(await client.tool("pay", {"cents": 5}, members=again(asked), meta=KEYED)) == "paid by Ann"
+        assert (await client.tool_error("pay", {"cents": 5}, members=bad, meta=KEYED))[
+            "code"
+        ] == -32602
+        assert (
+            text(await client.tool("pay", {"cents": 5}, members=again(asked), meta=KEYED))
+            == "paid by Ann"
+        )
     assert till.paid == ["Ann"]
 
 
-async def test_a_round_without_the_key_is_the_same_command_still() -> None:
+async def test_command_is_the_same_in_a_round_without_the_key() -> None:
     till = Till()
     async with over_http(till.app, R5, capabilities=ALL) as client:
         asked = await client.tool("pay", {"cents": 5}, meta=KEYED)
         assert text(await client.tool("pay", {"cents": 5}, members=again(asked))) == "paid by Ann"
-        assert text(await client.tool("pay", {"cents": 5}, members=again(asked), meta=KEYED)) == "paid by Ann"
+        assert (
+            text(await client.tool("pay", {"cents": 5}, members=again(asked), meta=KEYED))
+            == "paid by Ann"
+        )
         assert await till.state() == State.DONE
     assert till.paid == ["Ann"]
 
 
-async def test_a_round_with_another_key_is_refused() -> None:
+async def test_command_refuses_a_round_with_another_key() -> None:
     till = Till()
     async with over_http(till.app, R5, capabilities=ALL) as client:
         asked = await client.tool("pay", {"cents": 5}, meta=KEYED)
         other = {KEY: "another"}
-        assert (await client.tool_error("pay", {"cents": 5}, members=again(asked), meta=other))["code"] == -32602
+        assert (await client.tool_error("pay", {"cents": 5}, members=again(asked), meta=other))[
+            "code"
+        ] == -32602
         assert await till.state() == State.WAITING
     assert till.paid == []
 
 
-async def test_two_answers_at_once_are_one_effect() -> None:
+async def test_command_answered_twice_at_once_has_one_effect() -> None:
     till = Till()
     async with over_http(till.app, R5, capabilities=ALL) as client:
         asked = await client.tool("pay", {"cents": 5}, meta=KEYED)
         params = {"name": "pay", "arguments": {"cents": 5}, **again(asked)}
         both = [client.post(client.message("tools/call", params, id, KEYED)) for id in (8, 9)]
-        assert [text((await one.json())["result"]) for one in both] == ["paid by Ann", "paid by Ann"]
+        assert [text((await one.json())["result"]) for one in both] == [
+            "paid by Ann",
+            "paid by Ann",
+        ]
     assert till.paid == ["Ann"]
 
 
-async def test_a_declined_question_leads_to_an_outcome() -> None:
+async def test_command_has_an_outcome_after_a_declined_question() -> None:
     till = Till()
     async with over_http(till.app, R5, capabilities=ALL) as client:
         asked = await client.tool("pay", {"cents": 5}, meta=KEYED)
         assert (
-            text(await client.tool("pay", {"cents": 5}, members=again(asked, {"action": "decline"}), meta=KEYED))
+            text(
+                await client.tool(
+                    "pay", {"cents": 5}, members=again(asked, {"action": "decline"}), meta=KEYED
+                )
+            )
             == "not paid"
         )
         replay = await client.tool("pay", {"cents": 5}, members=again(asked), meta=KEYED)
@@ -212,7 +249,7 @@ async def test_asking_after_the_commit_point_is_never_run_again() -> None:
 
 
 async def test_asking_after_the_commit_point_is_not_possible_without_a_key_either() -> None:
-    """The next round would start from the top, with nothing in the ledger that could stop it."""
+    """The next round would start from the top, without a record in the ledger that could stop it."""
     till = Till()
     async with over_http(till.app, R5, capabilities=ALL) as client:
         found = await client.tool("hasty")
@@ -234,38 +271,62 @@ async def test_asking_after_the_commit_point_is_fine_where_the_handler_waits() -
     ("capable", "reply"),
     [(ALL, {"action": "accept", "content": {"name": 5}}), (ALL, {"nonsense": 1}), ({}, {})],
 )
-async def test_a_question_that_is_refused_after_the_commit_point_does_not_say_that_nothing_was_done(
+async def test_question_refused_after_the_commit_point_has_an_unknown_outcome(
     revision: str, name: str, capable: Any, reply: Any
 ) -> None:
-    """Without a key, too: a client that reads "no" makes the call again, and the effect is doubled."""
+    """Without a key, too: a client that reads "no" repeats the call, and the effect happens twice."""
     till = Till()
-    async with over_http(till.app, revision, capabilities=capable, replies={"elicitation/create": reply}) as client:
+    async with over_http(
+        till.app, revision, capabilities=capable, replies={"elicitation/create": reply}
+    ) as client:
         answer = await client.call("tools/call", {"name": name})
     error = answer["error"] if "error" in answer else answer["result"]["_meta"]["io.wirecall/error"]
     refused = -32602 if capable else -32021
-    assert (error["code"], error["data"]["ran"]) == (-32603 if name == "hasty" else refused, "unknown")
+    assert (error["code"], error["data"]["ran"]) == (
+        -32603 if name == "hasty" else refused,
+        "unknown",
+    )
     assert till.paid == ["hasty"]
 
 
 @every_transport
 @pytest.mark.parametrize("name", ["hasty", "unrecorded"])
 @pytest.mark.parametrize(
-    "refusal", [Refusal(4001, "no", {"ran": "no"}), Refusal(-32601, "no such question"), Refusal(-32602, "no", ["why"])]
+    "refusal",
+    [
+        Refusal(4001, "no", {"ran": "no"}),
+        Refusal(-32601, "no such question"),
+        Refusal(-32602, "no", ["why"]),
+    ],
 )
-async def test_a_client_that_answers_with_an_error_does_not_decide_whether_the_command_ran(
+async def test_command_decides_whether_it_ran_when_the_client_answers_with_an_error(
     refusal: Refusal, name: str, transport: str
 ) -> None:
-    """The handler is past its commit point. The `ran` of the client, or its code, is about the question, not the call."""
+    """The handler is past its commit point.
+
+    The `ran` of the client, or its code, is about the question, not the call.
+    """
     till = Till()
     async with speak(transport, till.app, R4, ALL, {"elicitation/create": refusal}) as client:
         for _ in range(2 if name == "hasty" else 1):  # the second is a replay
-            answer = await client.call("tools/call", {"name": name}, meta=KEYED if name == "hasty" else None)
-            error = answer["error"] if "error" in answer else answer["result"]["_meta"]["io.wirecall/error"]
-            assert (error["code"], error["data"]["ran"]) == (refusal.code, "yes" if name == "hasty" else "unknown")
+            answer = await client.call(
+                "tools/call", {"name": name}, meta=KEYED if name == "hasty" else None
+            )
+            error = (
+                answer["error"]
+                if "error" in answer
+                else answer["result"]["_meta"]["io.wirecall/error"]
+            )
+            assert (error["code"], error["data"]["ran"]) == (
+                refusal.code,
+                "yes" if name == "hasty" else "unknown",
+            )
     assert till.paid == ["hasty"]
 
 
-async def test_a_client_that_answers_with_an_error_before_the_commit_point_does_not_make_the_command_done() -> None:
+async def test_command_is_not_done_if_the_client_answers_with_an_error_before_the_commit_point() -> (
+    None
+):
     app = make_app()
 
     @app.command
@@ -276,10 +337,13 @@ async def test_a_client_that_answers_with_an_error_before_the_commit_point_does_
     replies = {"elicitation/create": Refusal(4001, "no", {"ran": "yes", "why": "busy"})}
     async with over_http(app, R4, capabilities=ALL, replies=replies) as client:
         refused = await client.tool("careful", meta=KEYED)
-    assert refused["_meta"]["io.wirecall/error"] == {"code": 4001, "data": {"ran": "no", "why": "busy"}}
+    assert refused["_meta"]["io.wirecall/error"] == {
+        "code": 4001,
+        "data": {"ran": "no", "why": "busy"},
+    }
 
 
-# --- one state, one outcome ------------------------------------------------------------------------------------------
+# --- one state, one outcome -----------------------------------------------------------------------
 
 
 def named(name: str) -> Any:
@@ -287,19 +351,26 @@ def named(name: str) -> Any:
 
 
 @every_transport
-async def test_a_state_that_is_sent_again_has_no_second_effect(transport: str) -> None:
-    """Without a key: the ledger answers the state with the outcome that it had, whatever the answers beside it say now."""
+async def test_state_that_is_sent_again_has_no_second_effect(transport: str) -> None:
+    """Without a key: the ledger returns the recorded outcome of the state, whatever answers come
+    with it.
+    """
     till = Till()
     async with speak(transport, till.app, R5, ALL) as client:
         asked = await client.tool("pay", {"cents": 5})
-        for reply, replayed in ((ANN, None), (ANN, True), (named("Eve"), True), ({"action": "decline"}, True)):
+        for reply, replayed in (
+            (ANN, None),
+            (ANN, True),
+            (named("Eve"), True),
+            ({"action": "decline"}, True),
+        ):
             found = await client.tool("pay", {"cents": 5}, members=again(asked, reply))
             assert (text(found), found["_meta"].get(REPLAYED)) == ("paid by Ann", replayed)
-        await client.tool("pay", {"cents": 5})  # another call is another intent, and asks anew
+        await client.tool("pay", {"cents": 5})  # another call is another intent, and asks again
     assert till.paid == ["Ann"]
 
 
-async def test_a_state_that_is_sent_several_times_at_once_has_one_effect() -> None:
+async def test_state_that_is_sent_several_times_at_once_has_one_effect() -> None:
     till = Till()
     async with over_http(till.app, R5, capabilities=ALL) as client:
         asked = await client.tool("pay", {"cents": 5})
@@ -309,7 +380,7 @@ async def test_a_state_that_is_sent_several_times_at_once_has_one_effect() -> No
     assert till.paid == ["Ann"]
 
 
-async def test_a_state_has_one_effect_in_all_processes(tmp_path: Path) -> None:
+async def test_state_has_one_effect_in_all_processes(tmp_path: Path) -> None:
     tills = [Till(secret="shared", ledger=f"sqlite:{tmp_path / 'ledger.db'}") for _ in range(2)]
     async with (
         over_http(tills[0].app, R5, capabilities=ALL) as first,
@@ -317,7 +388,9 @@ async def test_a_state_has_one_effect_in_all_processes(tmp_path: Path) -> None:
     ):
         asked = await first.tool("pay", {"cents": 5})
         for client in (second, first):
-            assert text(await client.tool("pay", {"cents": 5}, members=again(asked))) == "paid by Ann"
+            assert (
+                text(await client.tool("pay", {"cents": 5}, members=again(asked))) == "paid by Ann"
+            )
     assert [till.paid for till in tills] == [[], ["Ann"]]
 
 
@@ -325,16 +398,26 @@ async def test_states_of_several_rounds_have_one_effect() -> None:
     till = Till()
     async with over_http(till.app, R5, capabilities=ALL) as client:
         first = await client.tool("pay_twice", {"cents": 5})
-        seconds = [await client.tool("pay_twice", {"cents": 5}, members=again(first, named(name))) for name in "AB"]
+        seconds = [
+            await client.tool("pay_twice", {"cents": 5}, members=again(first, named(name)))
+            for name in "AB"
+        ]
         assert seconds[0]["requestState"] == seconds[1]["requestState"]  # one state, one next leg
         for second in seconds:
-            members = {"inputResponses": {"also": named("C")}, "requestState": second["requestState"]}
-            assert text(await client.tool("pay_twice", {"cents": 5}, members=members)).startswith("paid by A and C")
-        assert text(await client.tool("pay_twice", {"cents": 5}, members=again(first))).startswith("paid by A and C")
+            members = {
+                "inputResponses": {"also": named("C")},
+                "requestState": second["requestState"],
+            }
+            assert text(await client.tool("pay_twice", {"cents": 5}, members=members)).startswith(
+                "paid by A and C"
+            )
+        assert text(await client.tool("pay_twice", {"cents": 5}, members=again(first))).startswith(
+            "paid by A and C"
+        )
     assert till.paid == ["A", "C"]
 
 
-async def test_a_state_does_not_outlive_the_record_of_its_command() -> None:
+async def test_state_does_not_outlive_the_record_of_its_command() -> None:
     till = Till()
     async with over_http(till.app, R5, capabilities=ALL) as client:
         before = time.time()
@@ -345,7 +428,7 @@ async def test_a_state_does_not_outlive_the_record_of_its_command() -> None:
 
 
 @pytest.mark.parametrize("meta", [{}, KEYED])
-async def test_a_command_takes_no_answer_to_a_question_that_it_did_not_ask(meta: Any) -> None:
+async def test_command_does_not_take_an_answer_to_a_question_that_it_did_not_ask(meta: Any) -> None:
     till = Till()
     async with over_http(till.app, R5, capabilities=ALL) as client:
         unsolicited = {"inputResponses": {"who": ANN}}
@@ -363,7 +446,7 @@ async def test_a_command_takes_no_answer_to_a_question_that_it_did_not_ask(meta:
 
 
 @every_transport
-async def test_a_command_that_asks_in_the_older_revisions(transport: str) -> None:
+async def test_command_asks_in_the_older_revisions(transport: str) -> None:
     till = Till()
     async with speak(transport, till.app, R4, ALL, REPLIES) as client:
         for replayed in (None, True):
@@ -372,17 +455,19 @@ async def test_a_command_that_asks_in_the_older_revisions(transport: str) -> Non
     assert (till.paid, till.begun) == (["Ann"], 1)
 
 
-async def test_a_missing_capability_takes_no_claim() -> None:
+async def test_command_is_not_claimed_if_a_capability_is_missing() -> None:
     till = Till()
     async with over_http(till.app, R5) as client:
         assert (await client.tool_error("pay", {"cents": 5}, meta=KEYED))["code"] == -32021
         client.capabilities = ALL
-        assert (await client.tool("pay", {"cents": 5}, meta=KEYED))["resultType"] == "input_required"
+        assert (await client.tool("pay", {"cents": 5}, meta=KEYED))[
+            "resultType"
+        ] == "input_required"
     assert till.paid == []
 
 
 @pytest.mark.parametrize("revision", REVISIONS)
-async def test_no_client_waits_for_ever(revision: str) -> None:
+async def test_question_ends_with_the_time_limit_of_its_tool(revision: str) -> None:
     """A question that is never answered ends with the tool's time limit."""
     app = make_app()
 
@@ -392,5 +477,7 @@ async def test_no_client_waits_for_ever(revision: str) -> None:
 
     async with over_stdio(app, revision, capabilities=ALL) as client:
         async with asyncio.timeout(PATIENCE):
-            answer = await client.call("tools/call", {"name": "ask"}, meta={f"{PREFIX}logLevel": "error"})
+            answer = await client.call(
+                "tools/call", {"name": "ask"}, meta={f"{PREFIX}logLevel": "error"}
+            )
         assert ("error" in answer) == (revision != R5)

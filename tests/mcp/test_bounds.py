@@ -5,13 +5,14 @@ import gc
 import json
 import tracemalloc
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from typing import Any
 
 import pytest
 from msgspec import Raw
 
 from tests.calls import make_app
+from tests.clock import LoopClock
 from tests.mcp.asgi import (
     KEY,
     LEGACY,
@@ -31,11 +32,14 @@ from wirecall import App, Context, Limits
 from wirecall.errors import HeaderMismatch
 from wirecall.mcp.headers import check_marked
 from wirecall.mcp.server import changes, sessions, streams
-from wirecall.transports.request import Headers, HttpRequest
+from wirecall.transports.headers import Headers
+from wirecall.transports.request import HttpRequest
 
 
 @asynccontextmanager
-async def asking(app: App, capabilities: Any = None) -> AsyncIterator[tuple[HttpClient, Exchange, Any]]:
+async def asking(
+    app: App, capabilities: Any = None
+) -> AsyncIterator[tuple[HttpClient, Exchange, Any]]:
     """A client of 2025-11-25 with a call that waits for its answer."""
 
     @app.tool
@@ -48,7 +52,9 @@ async def asking(app: App, capabilities: Any = None) -> AsyncIterator[tuple[Http
         yield client, waiting, await waiting.message()
 
 
-async def test_many_sessions_do_not_cut_off_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_session_that_waits_is_not_cut_off_by_many_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sessions, "MAX_SESSIONS", 5)
     async with asking(make_app()) as (client, waiting, question):
         listening = await client.listen().started()
@@ -57,14 +63,16 @@ async def test_many_sessions_do_not_cut_off_one_that_waits(monkeypatch: pytest.M
             other = HttpClient(client.asgi, R4)
             await other.open()
             await other.close()
-        taken = await client.post(response(question["id"], {"action": "accept", "content": {"name": "Ann"}})).started()
+        taken = await client.post(
+            response(question["id"], {"action": "accept", "content": {"name": "Ann"}})
+        ).started()
         assert taken.status == 202
         assert (await waiting.message())["result"]["content"][0]["text"] == "hello Ann"
         endpoint = client.asgi.routes["/mcp"]  # type: ignore[attr-defined]
         assert len(endpoint.sessions) == 5
 
 
-async def test_a_stream_that_cannot_be_opened_ends_no_other() -> None:
+async def test_stream_that_cannot_be_opened_does_not_end_another() -> None:
     app = make_app(limits=Limits(streams=1))
     app.query(name="look")(lambda: "seen")
     async with over_http(app, R4) as client:
@@ -74,20 +82,20 @@ async def test_a_stream_that_cannot_be_opened_ends_no_other() -> None:
         assert (await first.message())["method"] == "notifications/tools/list_changed"
 
 
-async def test_the_end_of_a_session_is_the_end_of_its_questions() -> None:
+async def test_session_end_ends_its_questions() -> None:
     async with asking(make_app()) as (client, waiting, _):
         assert (await client.exchange("DELETE").started()).status == 204
         assert (await waiting.message())["result"]["isError"] is True
 
 
-async def test_a_question_that_is_never_answered_ends() -> None:
+async def test_question_that_is_never_answered_ends() -> None:
     async with asking(make_app(limits=Limits(answer_time=1))) as (_, waiting, _question):
         assert (await waiting.message())["result"]["isError"] is True
 
 
 @asynccontextmanager
 async def traced() -> AsyncIterator[None]:
-    """Count the memory that Python takes meanwhile."""
+    """Count the memory that Python allocates inside the block."""
     tracemalloc.start()
     try:
         yield
@@ -95,9 +103,8 @@ async def traced() -> AsyncIterator[None]:
         tracemalloc.stop()
 
 
-async def test_the_memory_of_finished_streams_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "MAX_KEPT", 50_000)
-    app = make_app()
+async def test_finished_streams_hold_bounded_memory() -> None:
+    app = make_app(limits=Limits(resume_bytes=50_000))
 
     @app.tool(annotations=READS)
     async def tell(ctx: Context) -> str:
@@ -110,16 +117,87 @@ async def test_the_memory_of_finished_streams_is_bounded(monkeypatch: pytest.Mon
             exchange = client.post(client.message("tools/call", {"name": "tell"}, number))
             ids.append((await exchange.events())[0].id)
         endpoint = client.asgi.routes["/mcp"]  # type: ignore[attr-defined]
-        assert endpoint.shelf.size <= 50_000
+        assert endpoint.store.size <= 50_000
         assert (await client.listen(ids[0]).started()).status == 400
         again = await client.listen(ids[-1]).started()
         assert [message.get("id") for message in await again.messages()] == [None, 9]
 
 
+def tell_much(app: App) -> None:
+    @app.tool(annotations=READS)
+    async def tell(ctx: Context) -> str:
+        await ctx.log("error", "x" * 9000)
+        return "told"
+
+
+async def finish(client: HttpClient, number: int) -> str | None:
+    """Run a call to its end, and return the id of its first event."""
+    events = await client.post(client.message("tools/call", {"name": "tell"}, number)).events()
+    return events[0].id
+
+
+async def test_stream_store_limits_the_bytes_of_each_caller_over_all_its_sessions() -> None:
+    limits = Limits(resume_bytes_per_caller=30_000)
+    app = make_app(limits=limits, authenticate=lambda headers: headers.get("x-name"))
+    tell_much(app)
+    asgi = app.asgi()
+    async with AsyncExitStack() as stack:
+
+        async def enter(name: str) -> HttpClient:
+            client = HttpClient(asgi, R4, headers={"x-name": name})
+            stack.push_async_callback(client.close)
+            await client.open()
+            return client
+
+        bob = await enter("bob")
+        kept = await finish(bob, 1)
+        sessions = [await enter("ann") for _ in range(6)]
+        ids = [await finish(ann, 1) for ann in sessions]
+        store = asgi.routes["/mcp"].store  # type: ignore[attr-defined]
+        assert store.held["ann"] <= 30_000
+        assert store.size == sum(store.held.values())
+        assert (await sessions[0].listen(ids[0]).started()).status == 400
+        assert (await sessions[-1].listen(ids[-1]).started()).status == 200
+        assert (await bob.listen(kept).started()).status == 200
+
+
+async def test_stream_store_drops_streams_when_their_time_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    app = make_app(limits=Limits(resume_time=60))
+    tell_much(app)
+    async with over_http(app, R4) as client:
+        clock = LoopClock(monkeypatch)
+        first = await finish(client, 1)
+        clock.advance(40)
+        second = await finish(client, 2)
+        store = client.asgi.routes["/mcp"].store  # type: ignore[attr-defined]
+        assert store.size > 18_000
+        clock.advance(30)
+        await turns()
+        assert store.size < 18_000
+        assert (await client.listen(first).started()).status == 400
+        assert (await client.listen(second).started()).status == 200
+        clock.advance(200)
+        await turns()
+        assert store.size == 0
+        assert store.held == {}
+        assert (await client.listen(second).started()).status == 400
+
+
+async def turns() -> None:
+    """Let due timers fire."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
 @pytest.mark.parametrize("revision", LEGACY)
-async def test_a_client_that_does_not_read_holds_bytes_and_not_events(revision: str) -> None:
-    """Limits.unread_bytes: however large an event is, the call waits once its client is that far behind."""
-    app, told = make_app(limits=Limits(unread_bytes=50_000)), list[int]()
+async def test_unread_events_are_limited_by_bytes_not_by_number(revision: str) -> None:
+    """Limits.unread_bytes: however large an event is, the call waits once its client is that far
+    behind.
+    """
+    app = make_app(limits=Limits(unread_bytes=50_000))
+    told = list[int]()
 
     @app.tool(annotations=READS)
     async def tell(ctx: Context) -> str:
@@ -141,8 +219,8 @@ async def test_a_client_that_does_not_read_holds_bytes_and_not_events(revision: 
 
 
 @pytest.mark.parametrize("revision", LEGACY)
-async def test_small_events_wait_for_their_reader_too(revision: str) -> None:
-    """An event costs more than its text, and none is forgotten before its reader was given it."""
+async def test_unread_events_that_are_small_wait_for_their_reader(revision: str) -> None:
+    """An event costs more than its text, and the server keeps each until its reader has it."""
     app = make_app()
 
     @app.tool(annotations=READS)
@@ -159,12 +237,17 @@ async def test_small_events_wait_for_their_reader_too(revision: str) -> None:
             await asyncio.sleep(0)
         exchange.reads.set()
         messages = await exchange.messages()
-    assert [message["params"]["data"] for message in messages if "params" in message] == list(range(5000))
+    assert [message["params"]["data"] for message in messages if "params" in message] == list(
+        range(5000)
+    )
 
 
-async def test_calls_without_a_reader_hold_no_more_than_all_streams_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "MAX_KEPT", 1_000_000)
-    app, left, gate, told = make_app(), asyncio.Semaphore(0), asyncio.Event(), asyncio.Semaphore(0)
+async def test_calls_without_a_reader_hold_no_more_than_all_streams_may() -> None:
+    limits = Limits(resume_bytes=1_000_000)
+    app = make_app(limits=limits)
+    left = asyncio.Semaphore(0)
+    gate = asyncio.Event()
+    told = asyncio.Semaphore(0)
 
     @app.tool(annotations=READS)
     async def tell(ctx: Context) -> str:
@@ -188,12 +271,15 @@ async def test_calls_without_a_reader_hold_no_more_than_all_streams_may(monkeypa
                 await told.acquire()
         held = tracemalloc.get_traced_memory()[0] - before
         gate.set()
-    assert held < 1_000_000 + 5 * 100_000 + 500_000  # the newest event of each call stays, and some is not about events
+    # The newest event of each call stays, and some is not about events.
+    assert held < 1_000_000 + 5 * 100_000 + 500_000
 
 
-async def test_a_call_that_goes_on_without_its_caller_keeps_no_http_request() -> None:
-    """Neither while it runs, nor when its events are kept for a reader that comes back."""
-    app, left, gate = make_app(), asyncio.Event(), asyncio.Event()
+async def test_call_that_outlives_its_client_does_not_keep_the_http_request() -> None:
+    """This holds while it runs, and also when its events are kept for a reader that comes back."""
+    app = make_app()
+    left = asyncio.Event()
+    gate = asyncio.Event()
 
     @app.tool(annotations=READS)
     async def tell(ctx: Context) -> str:
@@ -224,7 +310,7 @@ async def test_a_call_that_goes_on_without_its_caller_keeps_no_http_request() ->
 
 
 @pytest.mark.parametrize("revision", REVISIONS)
-async def test_a_progress_token_is_bounded(revision: str) -> None:
+async def test_progress_token_is_bounded(revision: str) -> None:
     app = make_app()
 
     @app.tool(annotations=READS)
@@ -233,18 +319,28 @@ async def test_a_progress_token_is_bounded(revision: str) -> None:
         return "told"
 
     async with over_http(app, revision) as client:
-        assert (await client.tool("tell", meta={"progressToken": "t" * 1024}))["content"][0]["text"] == "told"
+        assert (await client.tool("tell", meta={"progressToken": "t" * 1024}))["content"][0][
+            "text"
+        ] == "told"
         error = await client.tool_error("tell", meta={"progressToken": "t" * 1025})
         assert error["code"] == -32602
-        assert "params._meta.progressToken: expected str of length <= 1024" in error["data"]["reason"]
-        long = await client.post({**client.message("tools/call", {"name": "tell"}), "id": "i" * 4301}).json()
+        assert (
+            "params._meta.progressToken: expected str of length <= 1024" in error["data"]["reason"]
+        )
+        long = await client.post(
+            {**client.message("tools/call", {"name": "tell"}), "id": "i" * 4301}
+        ).json()
         assert "id: longer than 4300 characters" in long["error"]["data"]["reason"]
 
 
 @pytest.mark.parametrize("kind", ["callers", "sessions"])
-async def test_one_caller_leaves_streams_to_the_others(kind: str) -> None:
-    """Limits.streams_per_caller counts the streams of a caller, and those of a session if callers have no names."""
-    more: Any = {"authenticate": lambda headers: headers.get("authorization")} if kind == "callers" else {}
+async def test_streams_per_caller_leave_streams_to_other_callers(kind: str) -> None:
+    """Limits.streams_per_caller counts the streams of a caller, and those of a session if callers
+    have no names.
+    """
+    more: Any = (
+        {"authenticate": lambda headers: headers.get("authorization")} if kind == "callers" else {}
+    )
     app = make_app(limits=Limits(streams=3, streams_per_caller=2), **more)
     told = asyncio.Event()
 
@@ -260,11 +356,14 @@ async def test_one_caller_leaves_streams_to_the_others(kind: str) -> None:
     ):
         bob.asgi = ann.asgi  # one server, two clients
         await bob.open()
-        held = [ann.post(ann.message("tools/call", {"name": "tell"}, number)) for number in range(2)]
+        held = [
+            ann.post(ann.message("tools/call", {"name": "tell"}, number)) for number in range(2)
+        ]
         for exchange in held:
             event = await exchange.event()
         assert (await ann.listen().started()).status == 503
-        assert event is not None and (await ann.listen(event.id).started()).status == 503  # one that is resumed counts, too
+        # A resumed stream counts, too.
+        assert event is not None and (await ann.listen(event.id).started()).status == 503
         assert (await bob.listen().started()).status == 200
         told.set()
         for exchange in held:
@@ -272,7 +371,9 @@ async def test_one_caller_leaves_streams_to_the_others(kind: str) -> None:
         assert (await ann.listen().started()).status == 200
 
 
-async def test_a_stream_cannot_be_resumed_from_events_that_it_has_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stream_cannot_be_resumed_from_events_that_it_has_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(streams, "MAX_BYTES", 50_000)
     app = make_app()
 
@@ -287,7 +388,14 @@ async def test_a_stream_cannot_be_resumed_from_events_that_it_has_dropped(monkey
         events = await exchange.events()
         assert len([event for event in events if event.data]) == 21
         name = (events[0].id or "").partition(".")[0]
-        for last in (events[1].id, f"{name}.{'9' * 5000}", f"{name}.999", f"{name}.-1", f"{name}.", name):
+        for last in (
+            events[1].id,
+            f"{name}.{'9' * 5000}",
+            f"{name}.999",
+            f"{name}.-1",
+            f"{name}.",
+            name,
+        ):
             assert (await client.listen(last).started()).status == 400
         rest = await client.listen(events[-2].id).started()
         assert [message["id"] for message in await rest.messages()] == [7]
@@ -304,15 +412,21 @@ async def test_subscriptions_are_bounded(monkeypatch: pytest.MonkeyPatch, revisi
         return name
 
     async with over_http(app, revision) as client:
-        assert (await client.error("resources/subscribe", {"uri": f"test://{'x' * 100}"}))["code"] == -32600
+        assert (await client.error("resources/subscribe", {"uri": f"test://{'x' * 100}"}))[
+            "code"
+        ] == -32600
         for name in ("a", "b", "c", "c"):
             assert await client.result("resources/subscribe", {"uri": f"test://{name}"}) == {}
         assert (await client.error("resources/subscribe", {"uri": "test://d"}))["code"] == -32600
 
 
-async def test_subscriptions_are_bounded_over_all_sessions_of_a_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_subscriptions_are_bounded_over_all_sessions_of_a_caller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sessions, "MAX_SESSIONS", 4)
-    app = make_app(limits=Limits(subscribed_bytes=4000), authenticate=lambda headers: headers.get("x-name"))
+    app = make_app(
+        limits=Limits(subscribed_bytes=4000), authenticate=lambda headers: headers.get("x-name")
+    )
 
     @app.resource("test://{name}")
     def thing(name: str) -> str:
@@ -322,7 +436,10 @@ async def test_subscriptions_are_bounded_over_all_sessions_of_a_caller(monkeypat
         return {"uri": f"test://{name * 1000}"}
 
     http = app.asgi()
-    clients = [HttpClient(http, R4, headers={"x-name": name}) for name in ("ann", "ann", "ann", "ann", "bob", "bob")]
+    clients = [
+        HttpClient(http, R4, headers={"x-name": name})
+        for name in ("ann", "ann", "ann", "ann", "bob", "bob")
+    ]
     one, two, three, four, other, another = clients
     for client in (one, two, three):
         await client.open()
@@ -330,10 +447,14 @@ async def test_subscriptions_are_bounded_over_all_sessions_of_a_caller(monkeypat
         await client.result("resources/subscribe", params("a"))  # it counts once
     await four.open()
     error = await four.error("resources/subscribe", params("a"))
-    assert (error["code"], error["data"]["limit"], error["data"]["ran"]) == (42910, "subscribed_bytes", "no")
+    assert (error["code"], error["data"]["limit"], error["data"]["ran"]) == (
+        42910,
+        "subscribed_bytes",
+        "no",
+    )
     assert "unsubscribe, or end a session" in error["message"]
 
-    # What is given up no longer counts: by a call, and by the end of a session.
+    # A subscription no longer counts after a call ends it, or after its session ends.
     await one.result("resources/unsubscribe", params("a"))
     await one.result("resources/unsubscribe", params("a"))
     await four.result("resources/subscribe", params("b"))
@@ -341,7 +462,8 @@ async def test_subscriptions_are_bounded_over_all_sessions_of_a_caller(monkeypat
     await one.result("resources/subscribe", params("b"))
     await three.error("resources/subscribe", params("c"))
 
-    # Another caller has a limit of its own. A session of Ann is forgotten for one of Bob, with what she held in it.
+    # Another caller has its own limit. A session of Bob displaces one of Ann, with its
+    # subscriptions.
     await other.open()
     await other.result("resources/subscribe", params("a"))
     await another.open()
@@ -369,7 +491,7 @@ async def test_streams_of_changes_count_as_subscriptions() -> None:
         await again.close()
 
 
-async def test_an_array_is_answered_within_the_limit() -> None:
+async def test_array_is_answered_within_the_limit() -> None:
     """Limits.bytes_out limits the whole reply; an entry that does not fit gets an error."""
     app = make_app(limits=Limits(bytes_out=10_000))
 
@@ -387,16 +509,23 @@ async def test_an_array_is_answered_within_the_limit() -> None:
 
 
 @pytest.mark.parametrize("way", ["http", "stdio"])
-async def test_an_array_keeps_no_more_than_one_reply_may_hold(way: str) -> None:
-    """J11: an answer that does not fit is dropped as soon as it is there. A command that ran says so, and has its record."""
-    app, effects = make_app(limits=Limits(bytes_out=1_000_000)), list[int]()
+async def test_array_keeps_no_more_than_one_reply_may_hold(way: str) -> None:
+    """J11: an answer that does not fit is dropped once ready.
+
+    A command that ran says so, and is recorded.
+    """
+    app = make_app(limits=Limits(bytes_out=1_000_000))
+    effects = list[int]()
 
     @app.command
     def much() -> str:
         effects.append(1)
         return "x" * 900_000
 
-    calls = [request("tools/call", {"name": "much", "_meta": {KEY: f"k-{number}"}}, number) for number in range(50)]
+    calls = [
+        request("tools/call", {"name": "much", "_meta": {KEY: f"k-{number}"}}, number)
+        for number in range(50)
+    ]
     async with over_http(app, R2) as client, over_stdio(app, R2) as pipe:
         tracemalloc.start()
         try:
@@ -424,7 +553,7 @@ async def test_an_array_keeps_no_more_than_one_reply_may_hold(way: str) -> None:
         ("9" * 10_000, 9, False),
     ],
 )
-def test_a_number_in_a_header_is_compared_exactly(header: str, value: float, is_same: bool) -> None:
+def test_header_with_a_number_is_compared_exactly(header: str, value: float, is_same: bool) -> None:
     fields = Headers([("mcp-param-n", header)])
     with nullcontext() if is_same else pytest.raises(HeaderMismatch):
         check_marked(fields, Raw(json.dumps({"n": value}).encode()), {("n",): "N"})

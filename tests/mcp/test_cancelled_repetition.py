@@ -1,4 +1,6 @@
-"""A client that cancels a call and sends it again in one breath: the second is recognised before the first has ended."""
+"""A call is cancelled and repeated at once: the server recognises the repetition before the first
+ends.
+"""
 
 import asyncio
 import json
@@ -9,19 +11,28 @@ from tests.calls import make_app
 from tests.mcp.asgi import PATIENCE, R5
 from wirecall.transports.stdio import serve_streams
 
-META = {"io.modelcontextprotocol/protocolVersion": R5, "io.modelcontextprotocol/clientCapabilities": {}}
+META = {
+    "io.modelcontextprotocol/protocolVersion": R5,
+    "io.modelcontextprotocol/clientCapabilities": {},
+}
 
 
 def line(method: str, params: dict[str, Any], **members: Any) -> bytes:
-    return json.dumps({"jsonrpc": "2.0", "method": method, "params": params, **members}).encode() + b"\n"
+    return (
+        json.dumps({"jsonrpc": "2.0", "method": method, "params": params, **members}).encode()
+        + b"\n"
+    )
 
 
 def call(id: int) -> bytes:
     return line("tools/call", {"name": "pay", "arguments": {}, "_meta": META}, id=id)
 
 
-async def test_a_call_that_is_cancelled_and_sent_again_in_one_message_has_one_effect() -> None:
-    app, begun, gate, effects = make_app(), asyncio.Event(), asyncio.Event(), list[int]()
+async def test_call_cancelled_and_repeated_in_one_message_has_one_effect() -> None:
+    app = make_app()
+    begun = asyncio.Event()
+    gate = asyncio.Event()
+    effects = list[int]()
 
     @app.command
     async def pay() -> int:
@@ -30,9 +41,12 @@ async def test_a_call_that_is_cancelled_and_sent_again_in_one_message_has_one_ef
         await gate.wait()
         return len(effects)
 
-    (reader, to_server), (from_server, writer) = os.pipe(), os.pipe()
+    reader, to_server = os.pipe()
+    from_server, writer = os.pipe()
     async with asyncio.timeout(PATIENCE):
-        serving = asyncio.ensure_future(serve_streams(app._connect, reader, writer, cleanup=app.aclose))
+        serving = asyncio.ensure_future(
+            serve_streams(app._connect, reader, writer, cleanup=app.aclose)
+        )
         os.write(to_server, call(1))
         await begun.wait()
         cancel = line("notifications/cancelled", {"requestId": 1})

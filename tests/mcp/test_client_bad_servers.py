@@ -1,7 +1,8 @@
-"""Servers of MCP that misbehave, on raw sockets: every call ends with an error that docs/client.md lists, in time."""
+"""Servers of MCP that misbehave, on raw sockets: every call ends with an error that docs/client.md
+lists, in time.
+"""
 
 import asyncio
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -11,109 +12,58 @@ import pytest
 from tests.client.conftest import nothing_is_left as nothing_is_left
 from tests.client.peers import PATIENCE, Peer, Writer, http, until
 from tests.clock import LoopClock
-from tests.mcp.test_client import client_of
-from wirecall import Retry
+from tests.mcp.bad_peers import QUICK, Answer, McpPeer, encode, no_stream, result, stream
+from tests.mcp.clients import client_of
 from wirecall.errors import BadAnswer, ConnectionLost, NotAuthorized, Refused, TimedOut
 from wirecall.mcp.client import results
 from wirecall.testing import FakeClock
 
-encode = msgspec.json.encode
-Answer = Callable[[Any], bytes]  # of a message, or of the header of a GET, to a whole HTTP answer
-
-HANDSHAKE = {"protocolVersion": "2025-11-25", "capabilities": {}, "serverInfo": {}}
-DISCOVERED = {"resultType": "complete", "supportedVersions": ["2026-07-28"], "capabilities": {}, "ttlMs": 0}
-QUICK = Retry(attempts=3, first=0.001)
-
-
-def result(value: Any) -> Answer:
-    """An answer with a result: a value, or the bytes of one."""
-    text = value if isinstance(value, bytes) else encode(value)
-    return lambda message: http(b'{"jsonrpc":"2.0","id":%d,"result":%s}' % (message["id"], text))
-
-
-def stream(events: bytes) -> Answer:
-    """A stream of events that ends with these."""
-    return lambda _: b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n" + events
-
-
-def no_stream(_: Any) -> bytes:
-    return http(b"", "405 Method Not Allowed")
-
-
 done = result({"resultType": "complete", "content": []})
 
 
-class McpPeer(Peer):
-    """A server of 2025-11-25, or of 2026-07-28; `call` and `get` answer what is not the handshake."""
-
-    PATH = "/mcp"
-
-    def __init__(self, call: Answer, *, session: bytes = b"s", get: Answer = no_stream, is_newest: bool = False) -> None:
-        super().__init__(self._answer)
-        self._call = call
-        self._session = session
-        self._get = get
-        self._is_newest = is_newest
-
-    async def _answer(self, _peer: Peer, body: bytes, writer: Writer) -> None:
-        message = msgspec.json.decode(body) if body else {}
-        method, verb = message.get("method"), self.heads[-1].partition(b" ")[0]
-        if verb == b"GET":
-            answer = self._get(self.heads[-1])
-        elif verb == b"DELETE" or "id" not in message:
-            answer = http(b"", "202 Accepted")
-        elif method == "server/discover":
-            answer = result(DISCOVERED)(message) if self._is_newest else http(b"", "400 Bad Request")
-        elif method == "initialize":
-            answer = result(HANDSHAKE)(message).replace(b"\r\n\r\n", b"\r\nMcp-Session-Id: %s\r\n\r\n" % self._session, 1)
-        else:
-            answer = self._call(message)
-        writer.write(answer)
-        await writer.drain()
-        if b"\r\nConnection: close\r\n" in answer:
-            writer.close()
-
-    def methods(self) -> list[str]:
-        return [body["method"] if body else "" for body in self.bodies]
-
-
-# --- the session id --------------------------------------------------------------------------------------------------
+# --- the session id -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("session", [b"a\x01b", b"\x7f", b"a\tb", b"\x1b[31m", b"\xff\xfe"])
-async def test_a_session_id_with_control_characters_is_a_bad_answer(session: bytes) -> None:
+async def test_session_id_with_control_characters_is_a_bad_answer(session: bytes) -> None:
     async with McpPeer(done, session=session) as peer:
-        with pytest.raises(BadAnswer, match="the session id must be text without control") as caught:
+        with pytest.raises(
+            BadAnswer, match="the session id must be text without control"
+        ) as caught:
             async with client_of(peer.url, "2025-11-25"):
                 raise AssertionError
         assert caught.value.ran == "unknown"
-        assert peer.methods() == ["initialize"]  # it is never sent back
+        assert peer.methods() == ["initialize"]  # the client never sends it back
 
 
 @pytest.mark.parametrize("session", [b"a b", b"x" * 8000, "é".encode()])
-async def test_any_other_session_id_goes_back_as_it_came(session: bytes) -> None:
+async def test_session_id_without_control_characters_is_sent_back_unchanged(session: bytes) -> None:
     async with McpPeer(done, session=session) as peer, client_of(peer.url, "2025-11-25") as client:
         await client.call_tool("t")
     assert all(session in head for head in peer.heads[1:])
 
 
-async def test_an_empty_session_id_is_none() -> None:
+async def test_session_id_that_is_empty_counts_as_none() -> None:
     async with McpPeer(done, session=b"") as peer, client_of(peer.url, "2025-11-25") as client:
         await client.call_tool("t")
     assert not any(b"mcp-session-id" in head.lower() for head in peer.heads)
 
 
-# --- streams ---------------------------------------------------------------------------------------------------------
+# --- streams --------------------------------------------------------------------------------------
 
 
 def resumed(answer: Answer) -> Answer:
-    """GETs that go on with a stream are answered so; there is no standing stream."""
+    """Answer GETs that resume a stream; there is no standing stream."""
     return lambda head: answer(head) if b"last-event-id" in head.lower() else no_stream(head)
 
 
-async def test_a_server_that_asks_to_be_asked_again_at_once_is_not_asked_all_the_time() -> None:
-    """`retry: 0` with a new place each time: there is progress, so the client does not give up, and there is a pause."""
-    clock, ids, places = FakeClock(), list[int](), iter(range(100))
+async def test_stream_with_retry_0_is_resumed_with_a_pause() -> None:
+    """`retry: 0` with a new event id each time: there is progress, so the client pauses and
+    continues.
+    """
+    clock = FakeClock()
+    ids = list[int]()
+    places = iter(range(100))
 
     def begin(message: Any) -> bytes:
         ids.append(message["id"])
@@ -133,19 +83,26 @@ async def test_a_server_that_asks_to_be_asked_again_at_once_is_not_asked_all_the
     assert len(clock.slept) == 31 and min(clock.slept) >= 0.05
 
 
-async def test_a_stream_that_brings_nothing_is_asked_for_less_and_less() -> None:
+async def test_stream_that_brings_nothing_is_resumed_less_and_less_often() -> None:
     clock = FakeClock()
-    begin, go_on = stream(b"id: 1\nretry: 0\n\n"), resumed(stream(b""))
-    async with McpPeer(begin, get=go_on) as peer, client_of(peer.url, "2025-11-25", clock=clock) as client:
+    begin = stream(b"id: 1\nretry: 0\n\n")
+    go_on = resumed(stream(b""))
+    async with (
+        McpPeer(begin, get=go_on) as peer,
+        client_of(peer.url, "2025-11-25", clock=clock) as client,
+    ):
         with pytest.raises(ConnectionLost, match="cannot be resumed") as caught:
             await client.call_tool("t")
         assert caught.value.ran == "unknown"
     assert clock.slept == sorted(clock.slept) and clock.slept[-1] > 1 and len(clock.slept) == 5
 
 
-async def test_a_call_is_lost_if_its_client_is_closed_before_its_stream_is_resumed() -> None:
-    """The call was sent and may have run, although the question for the rest of its stream cannot be sent."""
-    is_pausing, may_go = asyncio.Event(), asyncio.Event()
+async def test_call_is_lost_if_its_client_is_closed_before_its_stream_is_resumed() -> None:
+    """The call was sent and may have run, although the request for the rest of its stream cannot be
+    sent.
+    """
+    is_pausing = asyncio.Event()
+    may_go = asyncio.Event()
 
     class Pausing(FakeClock):
         async def sleep(self, seconds: float) -> None:
@@ -157,13 +114,15 @@ async def test_a_call_is_lost_if_its_client_is_closed_before_its_stream_is_resum
             calling = asyncio.create_task(client.call_tool("t"))
             await is_pausing.wait()
         may_go.set()
-        with pytest.raises(ConnectionLost, match="cannot be resumed: the client is closed") as caught:
+        with pytest.raises(
+            ConnectionLost, match="cannot be resumed: the client is closed"
+        ) as caught:
             await calling
     assert caught.value.ran == "unknown"
 
 
-async def test_a_call_is_lost_if_its_stream_is_resumed_without_a_token() -> None:
-    """A token that ends between the call and its answer says nothing about whether the call ran."""
+async def test_call_is_lost_if_its_stream_is_resumed_without_a_token() -> None:
+    """A token that expires between the call and its answer does not show whether the call ran."""
 
     async def token() -> str:
         if "tools/call" in peer.methods():
@@ -173,21 +132,28 @@ async def test_a_call_is_lost_if_its_stream_is_resumed_without_a_token() -> None
     go_on = resumed(lambda _: http(b"", "401 Unauthorized"))
     peer = McpPeer(stream(b"id: 1\nretry: 0\n\n"), get=go_on)
     async with peer, client_of(peer.url, "2025-11-25", clock=FakeClock(), auth=token) as client:
-        with pytest.raises(ConnectionLost, match="cannot be resumed: the login has ended") as caught:
+        with pytest.raises(
+            ConnectionLost, match="cannot be resumed: the login has ended"
+        ) as caught:
             await client.call_tool("t")
     assert caught.value.ran == "unknown" and caught.value.status == 401
 
 
-async def test_a_standing_stream_that_ends_at_once_is_asked_for_every_half_minute() -> None:
-    """After any number of tries: a pause is not doubled for ever."""
+async def test_standing_stream_that_ends_at_once_is_reopened_every_half_minute() -> None:
+    """After any number of tries: the pause does not double indefinitely."""
     clock = FakeClock()
-    async with McpPeer(done, get=stream(b"retry: 0\n\n")) as peer, client_of(peer.url, "2025-11-25", clock=clock):
+    async with (
+        McpPeer(done, get=stream(b"retry: 0\n\n")) as peer,
+        client_of(peer.url, "2025-11-25", clock=clock),
+    ):
         await until(lambda: len(clock.slept) > 1100)
     assert clock.slept[:3] == [0.4, 0.8, 1.6] and clock.slept[1100] == 30.0
 
 
 @pytest.mark.parametrize("wish", [b"600000", b"9" * 12, b"9" * 5000])
-async def test_a_wish_for_a_long_pause_is_honoured_up_to_the_deadline(wish: bytes, clock: LoopClock) -> None:
+async def test_retry_with_a_long_pause_is_honoured_up_to_the_deadline(
+    wish: bytes, clock: LoopClock
+) -> None:
     asked: list[bytes] = []
 
     def go_on(head: Any) -> bytes:
@@ -195,7 +161,10 @@ async def test_a_wish_for_a_long_pause_is_honoured_up_to_the_deadline(wish: byte
         return no_stream(head)
 
     begin = stream(b"id: 1\nretry: " + wish + b"\n\n")
-    async with McpPeer(begin, get=resumed(go_on)) as peer, client_of(peer.url, "2025-11-25") as client:
+    async with (
+        McpPeer(begin, get=resumed(go_on)) as peer,
+        client_of(peer.url, "2025-11-25") as client,
+    ):
         calling = asyncio.create_task(client.call_tool("t", timeout=PATIENCE / 2))
         await until(lambda: "tools/call" in peer.methods())
         clock.advance(PATIENCE / 2)
@@ -204,20 +173,31 @@ async def test_a_wish_for_a_long_pause_is_honoured_up_to_the_deadline(wish: byte
     assert asked == []
 
 
-async def test_an_event_id_that_does_not_fit_a_header_is_not_used_to_resume() -> None:
+async def test_event_id_that_does_not_fit_a_header_is_not_used_to_resume() -> None:
     begin = stream(b"id: a\x01b\nretry: 0\n\n")
-    async with McpPeer(begin, get=resumed(stream(b""))) as peer, client_of(peer.url, "2025-11-25", retry=QUICK) as client:
+    async with (
+        McpPeer(begin, get=resumed(stream(b""))) as peer,
+        client_of(peer.url, "2025-11-25", retry=QUICK) as client,
+    ):
         with pytest.raises(ConnectionLost, match="cannot be resumed"):
             await client.call_tool("t")
 
 
-@pytest.mark.parametrize("address", ["http://[::1", "//[", "http://127.0.0.1:99999999/", "javascript:1", "\x01"])
-async def test_the_client_does_not_wait_for_an_invalid_address(address: str) -> None:
-    """The transport of 2024-11-05: then the refusal of the newer one counts."""
+@pytest.mark.parametrize(
+    "address", ["http://[::1", "//[", "http://127.0.0.1:99999999/", "javascript:1", "\x01"]
+)
+async def test_client_does_not_wait_for_an_invalid_address(address: str) -> None:
+    """Transport of 2024-11-05: with an invalid address, the error is the refusal of the newer
+    transport.
+    """
 
     async def behave(peer: Peer, _body: bytes, writer: Writer) -> None:
         is_get = peer.heads[-1].startswith(b"GET")
-        writer.write(stream(f"event: endpoint\ndata: {address}\n\n".encode())(b"") if is_get else no_stream(b""))
+        writer.write(
+            stream(f"event: endpoint\ndata: {address}\n\n".encode())(b"")
+            if is_get
+            else no_stream(b"")
+        )
         if is_get:
             await writer.drain()
             writer.close()
@@ -231,25 +211,33 @@ async def test_the_client_does_not_wait_for_an_invalid_address(address: str) -> 
                 raise AssertionError
 
 
-# --- the beginning ---------------------------------------------------------------------------------------------------
+# --- the beginning --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("told", "slept"), [("7", [7.0, 7.0]), ("9" * 30, []), ("Fri, 31 Dec 9999 23:59:59 GMT", [])])
-async def test_a_handshake_waits_as_long_as_the_server_asks_up_to_its_timeout(told: str, slept: list[float]) -> None:
+@pytest.mark.parametrize(
+    ("got", "slept"), [("7", [7.0, 7.0]), ("9" * 30, []), ("Fri, 31 Dec 9999 23:59:59 GMT", [])]
+)
+async def test_handshake_waits_as_long_as_the_server_asks_up_to_its_timeout(
+    got: str, slept: list[float]
+) -> None:
     clock = FakeClock()
 
     async def busy(_peer: Peer, _body: bytes, writer: Writer) -> None:
-        writer.write(http(b"", "503 Service Unavailable", f"Retry-After: {told}"))
+        writer.write(http(b"", "503 Service Unavailable", f"Retry-After: {got}"))
 
     async with Peer(busy) as peer:
         with pytest.raises(BadAnswer, match="503"):
-            async with client_of(peer.url, "2025-11-25", clock=clock, chance=lambda: 0.0, timeout=20.0):
+            async with client_of(
+                peer.url, "2025-11-25", clock=clock, chance=lambda: 0.0, timeout=20.0
+            ):
                 raise AssertionError
     assert clock.slept == slept
 
 
-@pytest.mark.parametrize("value", [5, [], {"protocolVersion": []}, b'{"x":' + b"[" * 900 + b"]" * 900 + b"}"])
-async def test_an_invalid_answer_to_the_handshake_is_a_bad_answer(value: Any) -> None:
+@pytest.mark.parametrize(
+    "value", [5, [], {"protocolVersion": []}, b'{"x":' + b"[" * 900 + b"]" * 900 + b"}"]
+)
+async def test_invalid_answer_to_the_handshake_is_a_bad_answer(value: Any) -> None:
     async def behave(_peer: Peer, body: bytes, writer: Writer) -> None:
         writer.write(result(value)(msgspec.json.decode(body)))
 
@@ -259,19 +247,25 @@ async def test_an_invalid_answer_to_the_handshake_is_a_bad_answer(value: Any) ->
                 raise AssertionError
 
 
-# --- results ---------------------------------------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_newest", [False, True])
-@pytest.mark.parametrize("where", [b'"structuredContent":%s', b'"_meta":{"a":%s}', b'"content":[{"type":"x","a":%s}]'])
-async def test_a_result_of_any_depth_is_read_or_is_a_bad_answer(where: bytes, is_newest: bool) -> None:
-    """The interpreter's limit is met by one decoder or the next, somewhere below 1000: nothing else may come of it."""
+@pytest.mark.parametrize(
+    "where", [b'"structuredContent":%s', b'"_meta":{"a":%s}', b'"content":[{"type":"x","a":%s}]']
+)
+async def test_result_of_any_depth_is_read_or_is_a_bad_answer(
+    where: bytes, is_newest: bool
+) -> None:
+    """Each decoder reaches the interpreter's limit somewhere below 1000: there is no third outcome."""
     depths = iter(range(880, 1000))
 
     def call(message: Any) -> bytes:
         depth = next(depths)
-        told = b'{"resultType":"complete","content":[],' + where % (b"[" * depth + b"]" * depth) + b"}"
-        return result(told)(message)
+        got = (
+            b'{"resultType":"complete","content":[],' + where % (b"[" * depth + b"]" * depth) + b"}"
+        )
+        return result(got)(message)
 
     async with McpPeer(call, is_newest=is_newest) as peer, client_of(peer.url) as client:
         for _ in range(120):
@@ -279,7 +273,7 @@ async def test_a_result_of_any_depth_is_read_or_is_a_bad_answer(where: bytes, is
                 assert not (await client.call_tool("t")).is_error
 
 
-async def test_a_blob_that_is_not_base64_is_a_bad_answer() -> None:
+async def test_blob_that_is_not_base64_is_a_bad_answer() -> None:
     async with (
         McpPeer(result({"contents": [{"uri": "x://y", "blob": "é"}]})) as peer,
         client_of(peer.url) as client,
@@ -289,9 +283,9 @@ async def test_a_blob_that_is_not_base64_is_a_bad_answer() -> None:
 
 
 @pytest.mark.parametrize("ttl", [b"9" * 400, b"[]", b"true", b"-1", b'"5"'])
-async def test_a_list_may_name_any_time_to_live(ttl: bytes) -> None:
-    told = b'{"resultType":"complete","tools":[],"ttlMs":' + ttl + b"}"
-    async with McpPeer(result(told), is_newest=True) as peer, client_of(peer.url) as client:
+async def test_list_may_name_any_time_to_live(ttl: bytes) -> None:
+    got = b'{"resultType":"complete","tools":[],"ttlMs":' + ttl + b"}"
+    async with McpPeer(result(got), is_newest=True) as peer, client_of(peer.url) as client:
         assert await client.list_tools() == []
 
 
@@ -323,7 +317,7 @@ async def test_content_of_wrong_types_is_a_bad_answer_of_a_call_that_ran(item: A
         assert caught.value.ran == "yes"
 
 
-async def test_content_that_lacks_a_member_is_given_as_it_came() -> None:
+async def test_content_that_lacks_a_member_is_returned_as_received() -> None:
     items = [{"type": "image", "data": "aGk="}, TEXT]
     async with (
         McpPeer(result({"resultType": "complete", "content": items}), is_newest=True) as peer,
@@ -335,16 +329,20 @@ async def test_content_that_lacks_a_member_is_given_as_it_came() -> None:
 
 
 @pytest.mark.parametrize("revision", ["2025-11-25", "2026-07-28"])
-async def test_the_error_of_a_stream_without_an_answer_quotes_what_it_brought(revision: str) -> None:
+async def test_error_of_a_stream_without_an_answer_quotes_what_it_brought(revision: str) -> None:
     is_newest = revision == "2026-07-28"
-    async with McpPeer(stream(b"data: <html>\n\n"), is_newest=is_newest) as peer, client_of(peer.url, revision) as client:
+    async with (
+        McpPeer(stream(b"data: <html>\n\n"), is_newest=is_newest) as peer,
+        client_of(peer.url, revision) as client,
+    ):
         with pytest.raises(
-            ConnectionLost, match="ended before the answer, and cannot be resumed; it sent text that is not JSON"
+            ConnectionLost,
+            match="ended before the answer, and cannot be resumed; it sent text that is not JSON",
         ):
             await client.call_tool("t")
 
 
-# --- without end -----------------------------------------------------------------------------------------------------
+# --- without end ----------------------------------------------------------------------------------
 
 
 class Mute(McpPeer):
@@ -360,7 +358,7 @@ class Mute(McpPeer):
         await super()._answer(peer, body, writer)
 
 
-async def test_a_server_that_does_not_take_the_end_of_the_handshake_is_not_waited_for(clock: LoopClock) -> None:
+async def test_handshake_does_not_wait_for_a_server_that_ignores_its_end(clock: LoopClock) -> None:
     async with Mute(b"notifications/initialized") as peer:
         opening = asyncio.create_task(client_of(peer.url, timeout=PATIENCE / 2).__aenter__())
         await until(lambda: "notifications/initialized" in peer.methods())
@@ -369,12 +367,14 @@ async def test_a_server_that_does_not_take_the_end_of_the_handshake_is_not_waite
             await opening
 
 
-async def test_all_pages_of_a_list_share_the_time_of_one_call() -> None:
+async def test_list_shares_the_time_of_one_call_among_its_pages() -> None:
     clock = FakeClock()
 
     def page(message: Any) -> bytes:
         clock.now += 0.4
-        return result({"resultType": "complete", "tools": [], "nextCursor": str(clock.now)})(message)
+        return result({"resultType": "complete", "tools": [], "nextCursor": str(clock.now)})(
+            message
+        )
 
     async with McpPeer(page, is_newest=True) as peer, client_of(peer.url, clock=clock) as client:
         with pytest.raises(TimedOut, match="tools/list: the list did not end within 1 s"):
@@ -382,12 +382,14 @@ async def test_all_pages_of_a_list_share_the_time_of_one_call() -> None:
         assert 3 <= peer.methods().count("tools/list") <= 5
 
 
-async def test_a_list_of_too_many_bytes_has_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_list_of_too_many_bytes_is_a_bad_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "LIST_BYTES", 10_000)
     tool = {"name": "t", "description": "x" * 3000, "inputSchema": {}}
 
     def page(message: Any) -> bytes:
-        return result({"resultType": "complete", "tools": [tool], "nextCursor": str(message["id"])})(message)
+        return result(
+            {"resultType": "complete", "tools": [tool], "nextCursor": str(message["id"])}
+        )(message)
 
     async with McpPeer(page, is_newest=True) as peer, client_of(peer.url) as client:
         with pytest.raises(BadAnswer, match="the list has no end"):
@@ -395,18 +397,27 @@ async def test_a_list_of_too_many_bytes_has_no_end(monkeypatch: pytest.MonkeyPat
         assert peer.methods().count("tools/list") == 4
 
 
-async def test_a_server_cannot_ask_a_thousand_questions_at_once() -> None:
-    asked = {str(number): {"method": "elicitation/create", "params": {"message": "?"}} for number in range(1000)}
+async def test_server_cannot_ask_a_thousand_questions_at_once() -> None:
+    asked = {
+        str(number): {"method": "elicitation/create", "params": {"message": "?"}}
+        for number in range(1000)
+    }
     shown: list[Any] = []
     questions = result({"resultType": "input_required", "inputRequests": asked})
-    async with McpPeer(questions, is_newest=True) as peer, client_of(peer.url, elicit=shown.append) as client:
+    async with (
+        McpPeer(questions, is_newest=True) as peer,
+        client_of(peer.url, elicit=shown.append) as client,
+    ):
         with pytest.raises(BadAnswer, match="1000 questions at once; 100 are allowed"):
             await client.call_tool("x")
     assert not shown
 
 
-async def test_a_server_cannot_send_the_user_to_a_thousand_pages() -> None:
-    pages = [{"mode": "url", "elicitationId": str(number), "url": "https://a.b/"} for number in range(1000)]
+async def test_server_cannot_send_the_user_to_a_thousand_pages() -> None:
+    pages = [
+        {"mode": "url", "elicitationId": str(number), "url": "https://a.b/"}
+        for number in range(1000)
+    ]
     shown: list[Any] = []
 
     def refuse(message: Any) -> bytes:
@@ -419,30 +430,44 @@ async def test_a_server_cannot_send_the_user_to_a_thousand_pages() -> None:
     assert caught.value.ran == "no" and not shown
 
 
-async def test_messages_that_wait_for_a_slow_callback_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
-    told, may_go = list[Any](), asyncio.Event()
+async def test_messages_that_wait_for_a_slow_callback_are_bounded(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    got = list[Any]()
+    may_go = asyncio.Event()
 
     async def on_log(log: Any) -> None:
         await may_go.wait()
-        told.append(log.data)
+        got.append(log.data)
 
     def flood(message: Any) -> bytes:
         logs = [
-            {"jsonrpc": "2.0", "method": "notifications/message", "params": {"level": "info", "data": n}}
+            {
+                "jsonrpc": "2.0",
+                "method": "notifications/message",
+                "params": {"level": "info", "data": n},
+            }
             for n in range(1500)
         ]
-        events = [*logs, {"jsonrpc": "2.0", "id": message["id"], "result": {"resultType": "complete", "content": []}}]
+        events = [
+            *logs,
+            {
+                "jsonrpc": "2.0",
+                "id": message["id"],
+                "result": {"resultType": "complete", "content": []},
+            },
+        ]
         return stream(b"".join(b"data: %s\n\n" % encode(event) for event in events))(message)
 
     async with McpPeer(flood, is_newest=True) as peer, client_of(peer.url, on_log=on_log) as client:
         await client.call_tool("x")
         may_go.set()
-        await until(lambda: len(told) >= 1000)
-    assert told[:1000] == list(range(1000)) and len(told) < 1500
+        await until(lambda: len(got) >= 1000)
+    assert got[:1000] == list(range(1000)) and len(got) < 1500
     assert "1000 messages of the server's wait for callbacks" in caplog.text
 
 
-async def test_a_client_that_is_closed_while_it_begins_to_listen_says_so() -> None:
+async def test_client_that_is_closed_while_it_begins_to_listen_says_so() -> None:
     async with Mute(b"subscriptions/listen", is_newest=True) as peer, client_of(peer.url) as client:
         listening = asyncio.create_task(client.listen(tools=True).__aenter__())
         await until(lambda: "subscriptions/listen" in peer.methods())

@@ -1,4 +1,6 @@
-"""How the client looks at tasks: how often, by which way, and what it makes of servers that misbehave."""
+"""How the client follows tasks: when it polls, when it listens, and how it treats servers that
+misbehave.
+"""
 
 import asyncio
 from typing import Any
@@ -35,7 +37,7 @@ from wirecall.errors import (
 )
 from wirecall.testing import FakeClock
 
-# --- how often -------------------------------------------------------------------------------------------------------
+# --- how often ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -45,42 +47,55 @@ from wirecall.testing import FakeClock
         *(("500", 1.0), (None, 1.0), ([], 1.0), ({}, 1.0), (True, 1.0)),
     ],
 )
-async def test_the_server_s_wish_for_the_pause_is_kept_within_bounds(wish: Any, pause: float) -> None:
-    clock, state = FakeClock(), task(pollIntervalMs=wish)
+async def test_poll_interval_of_the_server_is_kept_within_bounds(wish: Any, pause: float) -> None:
+    clock = FakeClock()
+    state = task(pollIntervalMs=wish)
     given = Server(state, DONE, created={**CREATED, "pollIntervalMs": wish})
     async with given as server, client_to(server, clock=clock) as client:
         assert (await client.call_tool("t", timeout=600)).text == "done"
     assert clock.slept == [pause] * 2
 
 
-async def test_the_pause_follows_the_last_wish_and_has_a_default() -> None:
-    clock, none = FakeClock(), {name: value for name, value in task().items() if name != "pollIntervalMs"}
-    async with Server(task(pollIntervalMs=3000), none, DONE) as server, client_to(server, clock=clock) as client:
+async def test_poll_interval_follows_the_last_state_and_has_a_default() -> None:
+    clock = FakeClock()
+    none = {name: value for name, value in task().items() if name != "pollIntervalMs"}
+    async with (
+        Server(task(pollIntervalMs=3000), none, DONE) as server,
+        client_to(server, clock=clock) as client,
+    ):
         await client.call_tool("t")
     assert clock.slept == [1.0, 3.0, 1.0]
 
 
 @pytest.mark.parametrize(("chance", "pause"), [(0.0, 0.9), (1.0, 1.1)])
-async def test_pauses_are_spread_by_a_tenth(chance: float, pause: float) -> None:
+async def test_poll_interval_is_spread_by_a_tenth(chance: float, pause: float) -> None:
     clock = FakeClock()
-    async with Server(DONE) as server, client_to(server, clock=clock, chance=lambda: chance) as client:
+    async with (
+        Server(DONE) as server,
+        client_to(server, clock=clock, chance=lambda: chance) as client,
+    ):
         await client.call_tool("t")
     assert clock.slept == pytest.approx([pause])
 
 
-# --- states that the server sends by itself --------------------------------------------------------------------------
+# --- states that the server sends unasked ---------------------------------------------------------
 
 
-async def test_a_server_that_sends_states_is_not_asked() -> None:
+async def test_server_that_sends_states_is_not_polled() -> None:
     async with Pushing(DONE) as server, client_to(server, clock=Still(), elicit=Asked()) as client:
         for state in (task(), asking("a"), task(statusMessage="half"), DONE):
             server.told.put_nowait(state)
         assert (await client.call_tool("t")).text == "done"
     assert server.sent("subscriptions/listen")[0]["notifications"] == {"taskIds": [ID]}
-    assert server.methods() == ["server/discover", "tools/call", "subscriptions/listen", "tasks/update"]
+    assert server.methods() == [
+        "server/discover",
+        "tools/call",
+        "subscriptions/listen",
+        "tasks/update",
+    ]
 
 
-async def test_a_server_that_sends_states_is_asked_seldom() -> None:
+async def test_server_that_sends_states_is_polled_rarely() -> None:
     """A notification may be lost."""
     clock = Still()
     async with Pushing(DONE) as server, client_to(server, clock=clock) as client:
@@ -92,14 +107,16 @@ async def test_a_server_that_sends_states_is_asked_seldom() -> None:
     assert server.methods().count("tasks/get") == 1
 
 
-async def test_a_server_that_agrees_and_sends_nothing_is_asked() -> None:
+async def test_server_that_agrees_and_sends_nothing_is_polled() -> None:
     async with Pushing(task(), DONE) as server, client_to(server) as client:
         assert (await client.call_tool("t")).text == "done"
     assert server.methods().count("tasks/get") == 2
 
 
-@pytest.mark.parametrize("bad", [task("completed"), {"taskId": ID}, {"taskId": ID, "status": "odd"}, task("failed")])
-async def test_a_state_that_cannot_be_used_is_asked_for(bad: Any) -> None:
+@pytest.mark.parametrize(
+    "bad", [task("completed"), {"taskId": ID}, {"taskId": ID, "status": "odd"}, task("failed")]
+)
+async def test_state_that_cannot_be_used_is_polled(bad: Any) -> None:
     """One page of the extension shows notifications without the result."""
     clock = Still()
     async with Pushing(DONE) as server, client_to(server, clock=clock) as client:
@@ -112,14 +129,14 @@ async def test_a_state_that_cannot_be_used_is_asked_for(bad: Any) -> None:
         assert (await calling).text == "done"
 
 
-async def test_states_of_other_tasks_are_not_this_one_s() -> None:
+async def test_states_of_other_tasks_are_ignored() -> None:
     async with Pushing(DONE) as server, client_to(server, clock=Still()) as client:
         server.told.put_nowait({**CANCELLED, "taskId": "another"})
         server.told.put_nowait(DONE)
         assert (await client.call_tool("t")).text == "done"
 
 
-async def test_a_stream_that_ends_is_replaced_when_the_state_was_asked_for() -> None:
+async def test_stream_that_ends_is_replaced_after_a_poll() -> None:
     clock = Still()
     async with Pushing(task(), DONE) as server, client_to(server, clock=clock) as client:
         calling = asyncio.create_task(client.call_tool("t", timeout=600))
@@ -127,26 +144,41 @@ async def test_a_stream_that_ends_is_replaced_when_the_state_was_asked_for() -> 
         await until(lambda: clock.slept and clock.slept[-1] == 60.0)
         server.told.put_nowait(None)
         await until(lambda: clock.slept[-1] == 1.0)
-        assert server.methods().count("subscriptions/listen") == 1 and "tasks/get" not in server.methods()
+        assert (
+            server.methods().count("subscriptions/listen") == 1
+            and "tasks/get" not in server.methods()
+        )
         clock.goes.set()
         assert (await calling).text == "done"
-    assert server.methods()[-4:] == ["subscriptions/listen", "tasks/get", "subscriptions/listen", "tasks/get"]
+    assert server.methods()[-4:] == [
+        "subscriptions/listen",
+        "tasks/get",
+        "subscriptions/listen",
+        "tasks/get",
+    ]
 
 
 @pytest.mark.parametrize("manner", ["refuses", "leaves out", "is silent"])
-async def test_a_server_that_does_not_agree_is_asked_and_not_bothered_again(
+async def test_server_that_does_not_agree_is_polled_and_not_asked_again(
     manner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("wirecall.mcp.client.conversation.AGREEING", 0.2)
     held = {"subscriptions/listen": lambda _message: Reply(events=[], hold=True)}
-    made = {"refuses": Server(DONE), "leaves out": Pushing(DONE, honours=False), "is silent": Server(DONE, **held)}
+    made = {
+        "refuses": Server(DONE),
+        "leaves out": Pushing(DONE, honours=False),
+        "is silent": Server(DONE, **held),
+    }
     async with made[manner] as server, client_to(server) as client:
         for _ in range(3):
             assert (await client.call_tool("t")).text == "done"
-    assert server.methods().count("subscriptions/listen") == 1 and server.methods().count("tasks/get") == 3
+    assert (
+        server.methods().count("subscriptions/listen") == 1
+        and server.methods().count("tasks/get") == 3
+    )
 
 
-async def test_few_tasks_are_listened_to_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_client_listens_to_few_tasks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has a connection, and requests need some as well."""
     monkeypatch.setattr("wirecall.mcp.client.conversation.STREAMS", 2)
     created = lambda message: {**CREATED, "taskId": message["params"]["name"]}  # noqa: E731
@@ -160,7 +192,7 @@ async def test_few_tasks_are_listened_to_at_a_time(monkeypatch: pytest.MonkeyPat
         await asyncio.gather(*calls, return_exceptions=True)
 
 
-async def test_listening_to_a_task_does_not_forget_lists() -> None:
+async def test_client_keeps_its_lists_while_it_listens_to_a_task() -> None:
     listed: Any = {"tools/list": {"tools": [], "ttlMs": 60_000}}
     async with Pushing(DONE, **listed) as server, client_to(server, clock=Still()) as client:
         await client.list_tools()
@@ -170,7 +202,7 @@ async def test_listening_to_a_task_does_not_forget_lists() -> None:
     assert server.methods().count("tools/list") == 1
 
 
-# --- servers that are away -------------------------------------------------------------------------------------------
+# --- servers that are away ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -181,16 +213,18 @@ async def test_listening_to_a_task_does_not_forget_lists() -> None:
         Reply(status=429, headers={"retry-after": "7"}),
         Reply(status=502),
         lambda message: refusal(message, 50310, data={"type": "ledger_unavailable", "ran": "no"}),
-        lambda message: refusal(message, 42910, data={"type": "busy", "retry_after_ms": 1, "ran": "no"}),
+        lambda message: refusal(
+            message, 42910, data={"type": "busy", "retry_after_ms": 1, "ran": "no"}
+        ),
     ],
 )
-async def test_a_server_that_is_away_does_not_end_the_wait(trouble: Any) -> None:
+async def test_server_that_is_unavailable_does_not_end_the_wait(trouble: Any) -> None:
     async with Server(*[trouble] * 6, task(), trouble, DONE) as server, client_to(server) as client:
         assert (await client.call_tool("t", timeout=600)).text == "done"
         assert (await client.task(ID)).text == "done"
 
 
-async def test_a_server_that_cannot_be_reached_does_not_end_the_wait() -> None:
+async def test_server_that_cannot_be_reached_does_not_end_the_wait() -> None:
     server = await Server(task()).__aenter__()
     async with client_to(server) as client:
         started = await client.start_tool("t")
@@ -212,7 +246,9 @@ async def test_a_server_that_cannot_be_reached_does_not_end_the_wait() -> None:
         (lambda message: refusal(message, 4711), RpcError),
     ],
 )
-async def test_any_other_refusal_ends_the_wait_and_says_nothing_of_the_call(trouble: Any, error: type[Exception]) -> None:
+async def test_refusal_of_any_other_kind_ends_the_wait_with_an_unknown_outcome(
+    trouble: Any, error: type[Exception]
+) -> None:
     async with Server(task(), trouble) as server, client_to(server) as client:
         with pytest.raises(error) as caught:
             await client.call_tool("t")
@@ -220,7 +256,7 @@ async def test_any_other_refusal_ends_the_wait_and_says_nothing_of_the_call(trou
         await until(lambda: "tasks/cancel" in server.methods())
 
 
-async def test_closing_the_client_ends_the_wait() -> None:
+async def test_client_that_is_closed_ends_the_wait() -> None:
     clock = Still()
     async with Server(task()) as server, client_to(server, clock=clock) as client:
         started = await client.start_tool("t")
@@ -236,11 +272,11 @@ async def test_closing_the_client_ends_the_wait() -> None:
     assert "tasks/cancel" not in server.methods()
 
 
-# --- servers that misbehave ------------------------------------------------------------------------------------------
+# --- servers that misbehave -----------------------------------------------------------------------
 
 
-async def test_a_state_may_have_the_type_of_a_task() -> None:
-    """Two examples of the extension show it, against its own text."""
+async def test_state_may_have_the_type_of_a_task() -> None:
+    """Two examples of the extension show it, although its text says otherwise."""
     async with (
         Server({**task(), "resultType": "task"}, {**DONE, "resultType": "task"}) as server,
         client_to(server) as client,
@@ -249,16 +285,22 @@ async def test_a_state_may_have_the_type_of_a_task() -> None:
 
 
 @pytest.mark.parametrize("status", ["completed", "failed", "cancelled", "input_required"])
-async def test_the_answer_to_the_call_only_begins_a_task(status: str) -> None:
-    """It may say that the task is over, but never has the result."""
-    created = {**CREATED, "status": status, "result": text("not this"), "error": ERRORS[0], "inputRequests": 7}
+async def test_answer_to_the_call_only_begins_a_task(status: str) -> None:
+    """The answer may say that the task is over, but never has the result."""
+    created = {
+        **CREATED,
+        "status": status,
+        "result": text("not this"),
+        "error": ERRORS[0],
+        "inputRequests": 7,
+    }
     clock = FakeClock()
     async with Server(DONE, created=created) as server, client_to(server, clock=clock) as client:
         assert (await client.call_tool("t")).text == "done"
     assert clock.slept == []
 
 
-async def test_members_that_the_client_does_not_need_may_be_missing_or_belong_to_another_status() -> None:
+async def test_state_members_that_the_client_does_not_need_may_be_missing_or_unexpected() -> None:
     bare = {"resultType": "task", "taskId": ID, "status": "working"}
     strange = task(result=text("not this"), error=7, inputRequests=[], other={})
     over = {"taskId": ID, "status": "completed", "result": text("done"), "error": 7}
@@ -296,7 +338,7 @@ async def test_members_that_the_client_does_not_need_may_be_missing_or_belong_to
         7,
     ],
 )
-async def test_an_invalid_state_is_a_bad_answer(bad: Any) -> None:
+async def test_invalid_state_is_a_bad_answer(bad: Any) -> None:
     async with Server(task(), bad) as server, client_to(server, elicit=Asked()) as client:
         with pytest.raises(BadAnswer) as caught:
             await client.call_tool("t")
@@ -306,15 +348,18 @@ async def test_an_invalid_state_is_a_bad_answer(bad: Any) -> None:
 
 
 @pytest.mark.parametrize("id", ["", "x" * (1 << 20), None, 7])
-async def test_an_invalid_id_is_a_bad_answer(id: Any) -> None:
-    async with Server(DONE, created={**CREATED, "taskId": id}) as server, client_to(server) as client:
+async def test_invalid_id_is_a_bad_answer(id: Any) -> None:
+    async with (
+        Server(DONE, created={**CREATED, "taskId": id}) as server,
+        client_to(server) as client,
+    ):
         with pytest.raises(BadAnswer, match="taskId"):
             await client.call_tool("t")
     assert server.methods() == ["server/discover", "tools/call"]
 
 
-async def test_a_question_without_questions_is_waited_for() -> None:
-    """`input_required` that asks nothing, or only what was answered."""
+async def test_input_required_without_questions_is_polled_again() -> None:
+    """`input_required` without questions, or only with answered ones."""
     states = [task("input_required"), asking("a"), asking("a"), asking("a"), DONE]
     async with Server(*states) as server, client_to(server, elicit=Asked()) as client:
         assert (await client.call_tool("t")).text == "done"
@@ -322,7 +367,10 @@ async def test_a_question_without_questions_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("ack", [{"resultType": "task"}, {"resultType": "odd"}])
-async def test_an_answer_must_be_acknowledged(ack: Any) -> None:
-    async with Server(asking("a"), **{"tasks/update": ack}) as server, client_to(server, elicit=Asked()) as client:
+async def test_answer_must_be_acknowledged(ack: Any) -> None:
+    async with (
+        Server(asking("a"), **{"tasks/update": ack}) as server,
+        client_to(server, elicit=Asked()) as client,
+    ):
         with pytest.raises(BadAnswer, match="unknown type"):
             await client.call_tool("t")

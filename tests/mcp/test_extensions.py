@@ -1,4 +1,6 @@
-"""Extensions of MCP (SEP-2133): both sides declare them, and their methods refuse in the order of the specification."""
+"""Extensions of MCP (SEP-2133): both sides declare them, and their methods refuse in the order of
+the specification.
+"""
 
 import asyncio
 import json
@@ -47,7 +49,9 @@ class Points(Struct):
 
 
 def shop(**options: Any) -> App:
-    """An app with an extension of its own, and a tool that tells what it knows of its client."""
+    """An app with its own extension, and a tool that returns what the server knows about its
+    client.
+    """
     app = make_app(extensions={LOYALTY: {"tiers": ["gold"]}}, **options)
 
     @app.extension_method("loyalty/points", extension=LOYALTY)
@@ -68,18 +72,22 @@ def shop(**options: Any) -> App:
     return app
 
 
-# --- the server declares ---------------------------------------------------------------------------------------------
+# --- the server declares --------------------------------------------------------------------------
 
 
 @every_way
-async def test_the_server_declares_its_extensions_where_the_revision_has_them(transport: str, revision: str) -> None:
+async def test_server_declares_its_extensions_where_the_revision_has_them(
+    transport: str, revision: str
+) -> None:
     async with speak(transport, shop(), revision) as client:
         declared = (client.info or await client.result("server/discover"))["capabilities"]
-    assert declared.get("extensions") == ({LOYALTY: {"tiers": ["gold"]}} if revision in CARRIES else None)
+    assert declared.get("extensions") == (
+        {LOYALTY: {"tiers": ["gold"]}} if revision in CARRIES else None
+    )
 
 
 @every_way
-async def test_a_server_without_extensions_declares_none(transport: str, revision: str) -> None:
+async def test_server_without_extensions_declares_none(transport: str, revision: str) -> None:
     async with speak(transport, make_app(), revision) as client:
         declared = (client.info or await client.result("server/discover"))["capabilities"]
     assert "extensions" not in declared
@@ -96,8 +104,10 @@ async def test_a_server_without_extensions_declares_none(transport: str, revisio
         "C0.D/9",
     ],
 )
-def test_ids_in_the_grammar_are_taken(id: str) -> None:
-    with connect_sync(App("test", extensions={id: {}}), protocol="mcp", extensions={id: {}}) as client:
+def test_extension_ids_in_the_grammar_are_accepted(id: str) -> None:
+    with connect_sync(
+        App("test", extensions={id: {}}), protocol="mcp", extensions={id: {}}
+    ) as client:
         assert client.extension(id) == {}
 
 
@@ -124,7 +134,7 @@ def test_ids_in_the_grammar_are_taken(id: str) -> None:
         5,
     ],
 )
-def test_ids_outside_the_grammar_are_refused_on_both_sides(id: Any) -> None:
+def test_extension_ids_outside_the_grammar_are_refused_on_both_sides(id: Any) -> None:
     with pytest.raises(UsageError, match="is not the id of an extension"):
         App("test", extensions={id: {}})
     with pytest.raises(UsageError, match="is not the id of an extension"):
@@ -140,14 +150,16 @@ def test_ids_outside_the_grammar_are_refused_on_both_sides(id: Any) -> None:
         ({LOYALTY: {"clock": object()}}, "cannot be written as JSON"),
     ],
 )
-def test_settings_that_are_not_objects_of_json_are_refused_on_both_sides(extensions: Any, match: str) -> None:
+def test_extension_settings_that_are_not_json_objects_are_refused_on_both_sides(
+    extensions: Any, match: str
+) -> None:
     with pytest.raises(UsageError, match=match):
         App("test", extensions=extensions)
     with pytest.raises(UsageError, match=match):
         connect(App("test"), protocol="mcp", extensions=extensions)
 
 
-def test_settings_that_change_later_do_not_change_the_declaration() -> None:
+def test_extension_settings_that_change_later_do_not_change_the_declaration() -> None:
     settings: dict[str, Any] = {"tiers": ["gold"]}
     app = App("test", extensions={LOYALTY: settings})
     settings["tiers"].append("silver")
@@ -155,17 +167,17 @@ def test_settings_that_change_later_do_not_change_the_declaration() -> None:
         assert client.extension(LOYALTY) == {"tiers": ["gold"]}
 
 
-def test_any_mapping_declares() -> None:
+def test_extensions_may_be_any_mapping() -> None:
     frozen = MappingProxyType({LOYALTY: MappingProxyType({"club": "north"})})
     with connect_sync(shop(), protocol="mcp", extensions=frozen) as client:
         assert client.call_tool("client").structured["loyalty"] == {"club": "north"}
 
 
-# --- the client declares ---------------------------------------------------------------------------------------------
+# --- the client declares --------------------------------------------------------------------------
 
 
 @every_way
-async def test_a_handler_sees_the_client_and_its_extensions(transport: str, revision: str) -> None:
+async def test_handler_sees_the_client_and_its_extensions(transport: str, revision: str) -> None:
     declared = {"extensions": {LOYALTY: {"club": "north"}}}
     async with speak(transport, shop(), revision, declared) as client:
         meta = {f"{PREFIX}clientInfo": {"name": "test", "version": "1"}} if revision == R5 else {}
@@ -179,49 +191,68 @@ async def test_a_handler_sees_the_client_and_its_extensions(transport: str, revi
 
 
 @pytest.mark.parametrize("info", [None, 5, [], {"name": 7, "version": None}])
-async def test_a_client_that_does_not_name_itself_is_served(info: Any) -> None:
+async def test_client_that_does_not_name_itself_is_served(info: Any) -> None:
     async with over_http(shop()) as client:
         told = await client.tool("client", meta={f"{PREFIX}clientInfo": info})
         assert told["structuredContent"]["name"] is None
 
 
-async def test_a_long_name_of_a_client_is_cut() -> None:
+async def test_client_name_that_is_long_is_cut() -> None:
     async with over_http(shop()) as client:
-        told = await client.tool("client", meta={f"{PREFIX}clientInfo": {"name": "n" * 5000, "version": "1"}})
+        told = await client.tool(
+            "client", meta={f"{PREFIX}clientInfo": {"name": "n" * 5000, "version": "1"}}
+        )
     assert told["structuredContent"]["name"] == "n" * 100
 
 
-async def test_plain_json_rpc_has_no_client_to_describe() -> None:
-    assert result(await shop().handle(call("client"))) == {"name": None, "version": None, "loyalty": None, "other": None}
+async def test_client_is_not_described_for_plain_json_rpc() -> None:
+    assert result(await shop().handle(call("client"))) == {
+        "name": None,
+        "version": None,
+        "loyalty": None,
+        "other": None,
+    }
 
 
-async def test_another_worker_knows_the_extensions_of_a_session() -> None:
-    """2025-11-25 over HTTP: the session id carries what was negotiated, so a process that did not negotiate serves it."""
+async def test_session_extensions_are_known_to_another_worker() -> None:
+    """2025-11-25 over HTTP: the session id carries what was negotiated, so a process that did not
+    negotiate serves it.
+    """
     first, second = (shop(secret="shared") for _ in range(2))
-    async with over_http(first, R4, capabilities={"extensions": {LOYALTY: {"club": "north"}}}) as client:
+    async with over_http(
+        first, R4, capabilities={"extensions": {LOYALTY: {"club": "north"}}}
+    ) as client:
         client.asgi = second.asgi()
         told = await client.tool("client")
     assert told["structuredContent"]["loyalty"] == {"club": "north"}
     assert told["structuredContent"]["name"] == "test"
 
 
-async def test_a_session_keeps_the_extensions_of_the_server_first() -> None:
+async def test_session_keeps_the_extensions_of_the_server_first() -> None:
     """A session id is a header: extensions that do not fit count as not declared."""
     many = {f"com.example/x{number}": {"text": "x" * 500} for number in range(10)}
-    async with over_http(shop(), R4, capabilities={"extensions": {**many, LOYALTY: {"club": "north"}}}) as client:
+    async with over_http(
+        shop(), R4, capabilities={"extensions": {**many, LOYALTY: {"club": "north"}}}
+    ) as client:
         assert len(client.headers()["mcp-session-id"]) < 6000
-        assert (await client.result("loyalty/points", {"member": "ann"}))["member"] == "ann of north"
+        assert (await client.result("loyalty/points", {"member": "ann"}))[
+            "member"
+        ] == "ann of north"
     huge = {LOYALTY: {"text": "x" * 5000}}
     async with over_http(shop(), R4, capabilities={"extensions": huge}) as client:
         assert (await client.error("loyalty/points", {"member": "ann"}))["code"] == -32021
 
 
-# --- methods of an extension -----------------------------------------------------------------------------------------
+# --- methods of an extension ----------------------------------------------------------------------
 
 
 @every_way
-async def test_a_method_of_an_extension(transport: str, revision: str) -> None:
-    async with speak(transport, shop(), revision, {"extensions": {LOYALTY: {"club": "north"}}}) as client:
+async def test_extension_method_is_served_where_the_revision_has_extensions(
+    transport: str, revision: str
+) -> None:
+    async with speak(
+        transport, shop(), revision, {"extensions": {LOYALTY: {"club": "north"}}}
+    ) as client:
         answer = await client.call("loyalty/points", {"member": "ann"})
         if revision in CARRIES:
             told = answer["result"]
@@ -230,7 +261,10 @@ async def test_a_method_of_an_extension(transport: str, revision: str) -> None:
                 ("complete", True) if revision == R5 else (None, False)
             )
         else:
-            assert (answer["error"]["code"], revision in answer["error"]["message"]) == (-32601, True)
+            assert (answer["error"]["code"], revision in answer["error"]["message"]) == (
+                -32601,
+                True,
+            )
 
 
 @pytest.mark.parametrize(
@@ -243,7 +277,9 @@ async def test_a_method_of_an_extension(transport: str, revision: str) -> None:
     ],
 )
 @every_transport
-async def test_params_are_typed_like_those_of_any_handler(transport: str, params: Any, reason: str) -> None:
+async def test_extension_params_are_typed_like_those_of_any_handler(
+    transport: str, params: Any, reason: str
+) -> None:
     for revision in CARRIES:
         async with speak(transport, shop(), revision, {"extensions": {LOYALTY: {}}}) as client:
             error = await client.error("loyalty/points", params)
@@ -263,24 +299,29 @@ async def test_params_are_typed_like_those_of_any_handler(transport: str, params
     ],
 )
 @every_transport
-async def test_a_client_that_has_not_declared_the_extension_is_refused(transport: str, declared: Any) -> None:
+async def test_client_that_has_not_declared_the_extension_is_refused(
+    transport: str, declared: Any
+) -> None:
     for revision in CARRIES:
         async with speak(transport, shop(), revision, declared) as client:
             error = await client.error("loyalty/points", {"member": "ann"})
-            assert (error["code"], error["data"]["requiredCapabilities"]) == (-32021, {"extensions": {LOYALTY: {}}})
+            assert (error["code"], error["data"]["requiredCapabilities"]) == (
+                -32021,
+                {"extensions": {LOYALTY: {}}},
+            )
             if transport == "http" and revision == R5:
                 assert client.last.status == 400
 
 
-async def test_at_2026_07_28_each_request_declares_for_itself() -> None:
+async def test_extensions_are_declared_by_each_request_at_2026_07_28() -> None:
     async with over_http(shop()) as client:
         declared: dict[str, Any] = {f"{PREFIX}clientCapabilities": {"extensions": {LOYALTY: {}}}}
         assert "result" in await client.call("loyalty/points", {"member": "ann"}, meta=declared)
         assert (await client.error("loyalty/points", {"member": "ann"}))["code"] == -32021
 
 
-async def test_the_order_of_refusals() -> None:
-    """Not found, envelope, headers, extension, params: each with the faults behind it."""
+async def test_extension_method_refuses_in_the_specified_order() -> None:
+    """Not found, envelope, headers, extension, params: each with all later faults present, too."""
     app = shop()
     ringing = [False]
     app.mcp().offer(BELL, {}, revisions=STATELESS, is_needed=lambda: ringing[0])
@@ -315,9 +356,12 @@ async def ring(peer: Peer) -> object:
 
 
 @every_way
-async def test_an_extension_of_the_server_itself(transport: str, revision: str) -> None:
+async def test_extension_of_the_server_is_declared_when_needed(
+    transport: str, revision: str
+) -> None:
     """It may belong to some revisions only, and be declared only while the app needs it."""
-    app, needed = make_app(), [False]
+    app = make_app()
+    needed = [False]
     app.mcp().offer(BELL, {"loud": True}, revisions=STATELESS, is_needed=lambda: needed[0])
     app.mcp().add("bells/ring", ring, Ring, extension=BELL)
     async with speak(transport, app, revision, {"extensions": {BELL: {}}}) as client:
@@ -325,14 +369,24 @@ async def test_an_extension_of_the_server_itself(transport: str, revision: str) 
         needed[0] = True
         answer = await client.call("bells/ring", {"times": 2})
         if revision == R5:
-            assert (await client.result("server/discover"))["capabilities"]["extensions"] == {BELL: {"loud": True}}
-            assert (answer["result"]["resultType"], answer["result"]["rang"]) == ("rung", "ding ding ")
-            assert (await client.error("bells/ring", {"times": "x"}))["data"]["reason"].startswith("params.times: ")
+            assert (await client.result("server/discover"))["capabilities"]["extensions"] == {
+                BELL: {"loud": True}
+            }
+            assert (answer["result"]["resultType"], answer["result"]["rang"]) == (
+                "rung",
+                "ding ding ",
+            )
+            assert (await client.error("bells/ring", {"times": "x"}))["data"]["reason"].startswith(
+                "params.times: "
+            )
         else:
-            assert (answer["error"]["code"], revision in answer["error"]["message"]) == (-32601, True)
+            assert (answer["error"]["code"], revision in answer["error"]["message"]) == (
+                -32601,
+                True,
+            )
 
 
-# --- declaring a method ----------------------------------------------------------------------------------------------
+# --- declaring a method ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -349,7 +403,7 @@ async def test_an_extension_of_the_server_itself(transport: str, revision: str) 
         ("loyalty/known", LOYALTY, "registered already"),
     ],
 )
-def test_a_method_that_cannot_be_one_is_refused(name: str, extension: str, match: str) -> None:
+def test_extension_method_that_is_invalid_is_refused(name: str, extension: str, match: str) -> None:
     app = make_app(extensions={LOYALTY: {}})
     app.query(name="price")(lambda: 1)
     app.extension_method("loyalty/known", extension=LOYALTY)(lambda: None)
@@ -357,8 +411,8 @@ def test_a_method_that_cannot_be_one_is_refused(name: str, extension: str, match
         app.extension_method(name, extension=extension)(lambda: None)
 
 
-def test_a_method_of_json_rpc_cannot_take_the_name_of_an_extension_s_method() -> None:
-    """On stdio both are served on one line."""
+def test_method_of_json_rpc_cannot_take_the_name_of_an_extension_s_method() -> None:
+    """On stdio one pipe carries both."""
     app = make_app(extensions={LOYALTY: {}})
     app.extension_method("points", extension=LOYALTY)(lambda: None)
     with pytest.raises(UsageError, match="a method of an MCP extension has the same name"):
@@ -366,7 +420,7 @@ def test_a_method_of_json_rpc_cannot_take_the_name_of_an_extension_s_method() ->
     app.query(name="points", expose=("mcp",))(lambda: 1)
 
 
-def test_a_result_that_is_not_an_object_is_refused_where_the_function_says_so() -> None:
+def test_result_that_is_not_an_object_is_refused_where_the_function_says_so() -> None:
     app = make_app(extensions={LOYALTY: {}})
 
     def number() -> int:
@@ -377,7 +431,7 @@ def test_a_result_that_is_not_an_object_is_refused_where_the_function_says_so() 
 
 
 @pytest.mark.parametrize("value", [5, "text", [1], {"_meta": 5}])
-async def test_a_result_that_is_not_an_object_is_a_failure_of_the_function(
+async def test_result_that_is_not_an_object_is_a_failure_of_the_function(
     value: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     app = make_app(extensions={LOYALTY: {}})
@@ -387,12 +441,16 @@ async def test_a_result_that_is_not_an_object_is_a_failure_of_the_function(
     assert "loyalty/odd failed" in caplog.text
 
 
-async def test_results_with_members_of_the_protocol() -> None:
-    """None is an empty object; a result type and a `_meta` of the extension's own stay, each once."""
+async def test_extension_result_may_have_members_of_the_protocol() -> None:
+    """None is an empty object; the extension's own result type and `_meta` stay, each once."""
     app = make_app(extensions={LOYALTY: {}})
     app.extension_method("loyalty/none", extension=LOYALTY)(lambda: None)
-    app.extension_method("loyalty/typed", extension=LOYALTY)(lambda: {"a": 1, "resultType": "pending"})
-    app.extension_method("loyalty/meta", extension=LOYALTY)(lambda: {"a": 1, "_meta": {"x": 1}, "resultType": "pending"})
+    app.extension_method("loyalty/typed", extension=LOYALTY)(
+        lambda: {"a": 1, "resultType": "pending"}
+    )
+    app.extension_method("loyalty/meta", extension=LOYALTY)(
+        lambda: {"a": 1, "_meta": {"x": 1}, "resultType": "pending"}
+    )
     server = {f"{PREFIX}serverInfo": {"name": "test", "version": "0.0.0"}}
     async with over_http(app, capabilities={"extensions": {LOYALTY: {}}}) as client:
         assert await client.result("loyalty/none") == {"resultType": "complete", "_meta": server}
@@ -402,7 +460,7 @@ async def test_results_with_members_of_the_protocol() -> None:
             assert await client.result(name) == {"resultType": "pending", "_meta": meta, "a": 1}
 
 
-async def test_a_method_that_is_registered_while_the_app_serves() -> None:
+async def test_extension_method_may_be_registered_while_the_app_serves() -> None:
     app = shop()
     async with over_stdio(app, capabilities={"extensions": {LOYALTY: {}}}) as client:
         assert (await client.error("loyalty/late"))["code"] == -32601
@@ -410,9 +468,10 @@ async def test_a_method_that_is_registered_while_the_app_serves() -> None:
         assert (await client.result("loyalty/late"))["late"] is True
 
 
-async def test_a_method_can_be_cancelled_and_has_a_time_limit() -> None:
+async def test_extension_method_can_be_cancelled_and_has_a_time_limit() -> None:
     app = make_app(extensions={LOYALTY: {}})
-    entered, over = asyncio.Event(), asyncio.Event()
+    entered = asyncio.Event()
+    over = asyncio.Event()
 
     @app.extension_method("loyalty/wait", extension=LOYALTY)
     async def wait() -> None:
@@ -436,7 +495,8 @@ async def test_a_method_can_be_cancelled_and_has_a_time_limit() -> None:
 
 
 async def test_middleware_sees_a_method_of_an_extension() -> None:
-    app, seen = shop(), []
+    app = shop()
+    seen = []
 
     @app.middleware
     async def note(ctx: Context, call_next: Any) -> Any:
@@ -448,7 +508,9 @@ async def test_middleware_sees_a_method_of_an_extension() -> None:
     assert seen == [("loyalty/points", {"club": "north"})]
 
 
-async def test_a_method_asks_its_client_only_where_the_revision_lets_it(caplog: pytest.LogCaptureFixture) -> None:
+async def test_extension_method_asks_its_client_only_where_the_revision_allows_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     app = make_app(extensions={LOYALTY: {}})
 
     @app.extension_method("loyalty/ask", extension=LOYALTY)
@@ -464,14 +526,18 @@ async def test_a_method_asks_its_client_only_where_the_revision_lets_it(caplog: 
     assert "only tools, prompts and resources can ask" in caplog.text
 
 
-# --- our client ------------------------------------------------------------------------------------------------------
+# --- our client -----------------------------------------------------------------------------------
 
 
 async def test_our_client_declares_its_extensions_in_every_request() -> None:
-    async with Scripted(newest(lambda message, _: reply(message, {"resultType": "complete"}))) as server:
+    async with Scripted(
+        newest(lambda message, _: reply(message, {"resultType": "complete"}))
+    ) as server:
         async with connect(server.url, extensions={LOYALTY: {"club": "north"}}) as client:
             await client.call("loyalty/points")
-        declared = [one.body["params"]["_meta"][f"{PREFIX}clientCapabilities"] for one in server.seen]
+        declared = [
+            one.body["params"]["_meta"][f"{PREFIX}clientCapabilities"] for one in server.seen
+        ]
     assert declared == [{"extensions": {LOYALTY: {"club": "north"}, f"{PREFIX}tasks": {}}}] * 2
     assert server.seen[-1].headers["mcp-method"] == "loyalty/points"
 
@@ -491,7 +557,9 @@ async def test_our_client_calls_methods_of_extensions(way: str, revision: str) -
     app = shop()
     async with served(app) as url:
         target: Any = f"{url}/mcp" if way == "http" else app
-        async with connect(target, protocol="mcp", revision=revision, extensions={LOYALTY: {"club": "north"}}) as client:
+        async with connect(
+            target, protocol="mcp", revision=revision, extensions={LOYALTY: {"club": "north"}}
+        ) as client:
             assert client.extension("com.example/other") is None
             if revision in CARRIES:
                 assert client.extension(LOYALTY) == {"tiers": ["gold"]}
@@ -509,13 +577,15 @@ async def test_our_client_calls_methods_of_extensions(way: str, revision: str) -
                 assert refused.value.ran == "no"
 
 
-def test_a_blocking_client_has_the_same() -> None:
+def test_blocking_client_has_the_same_extensions() -> None:
     with connect_sync(shop(), protocol="mcp", extensions={LOYALTY: {}}) as client:
         assert client.extension(LOYALTY) == {"tiers": ["gold"]}
-        assert client.call("loyalty/points", {"member": "ann"}, type=Points) == Points("ann of no club", 2020)
+        assert client.call("loyalty/points", {"member": "ann"}, type=Points) == Points(
+            "ann of no club", 2020
+        )
 
 
-async def test_a_client_that_is_not_open_knows_no_extensions() -> None:
+async def test_client_that_is_not_open_does_not_know_extensions() -> None:
     assert connect(shop(), protocol="mcp").extension(LOYALTY) is None
 
 

@@ -1,7 +1,9 @@
-"""Clients of other projects talk to `examples/everything.py` (V8): the SDKs for Python and TypeScript, and FastMCP.
+"""Clients of other projects talk to `examples/everything.py` (V8): the SDKs for Python and
+TypeScript, and FastMCP.
 
-Every client lives through the same story, over HTTP and over stdin and stdout, at the newest revision and at older ones, and
-reports what it saw. The expected report depends only on the revision: see `expected`.
+Every client runs the same story, over HTTP and over stdin and stdout, at the newest revision and at
+older ones, and reports what it saw. The expected report depends only on the revision: see
+`expected`.
 """
 
 import asyncio
@@ -19,13 +21,21 @@ import mcp
 import mcp_types
 import pytest
 from fastmcp.client.transports import StdioTransport
-from mcp_types import CreateMessageResult, ElicitResult, ListRootsResult, PromptReference, Root, TextContent
+from mcp_types import (
+    CreateMessageResult,
+    ElicitResult,
+    ListRootsResult,
+    PromptReference,
+    Root,
+    TextContent,
+)
 from pydantic import FileUrl
 
 from tests.mcp.everything import PROGRAM, Everything
 from tests.mcp.node import installed, node
 
-# The SDKs warn of features that the newest revision deprecates (sampling, roots); these tests ignore that.
+# The SDKs warn of features that the newest revision deprecates (sampling, roots); these tests
+# ignore that.
 pytestmark = pytest.mark.filterwarnings("ignore::mcp.MCPDeprecationWarning")
 
 PATIENCE = 120.0  # seconds for the stories of one client
@@ -35,8 +45,18 @@ COMMAND = (sys.executable, str(PROGRAM))
 NEWEST = "2026-07-28"
 HANDSHAKES = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
 
+# The second call needs the result of the first.
+BATCH = {
+    "calls": [
+        {"id": "here", "tool": "structured_output", "arguments": {"place": "Paris"}},
+        {"tool": "structured_output", "arguments": {"place": {"$ref": "here#/signs/0"}}},
+    ],
+    "return": ["1"],
+}
+BATCH_ASKED = {"calls": [{"tool": "test_input_required_result_elicitation"}]}
+
 Story: TypeAlias = dict[str, Any]
-Server: TypeAlias = Everything | None  # over HTTP; None has the client start one of its own
+Server: TypeAlias = Everything | None  # over HTTP; None makes the client start its own
 
 
 def expected(revision: str) -> Story:
@@ -63,14 +83,37 @@ def expected(revision: str) -> Story:
         "elicited": [False, "Hello, Ann!"],
         "two_rounds": [False, "Ann likes Ann"],
         "roots": [False, "Roots: file:///project"],
+        "batch": [
+            False,
+            [
+                {
+                    "id": "1",
+                    "tool": "structured_output",
+                    "ok": True,
+                    "result": {**weather, "place": "dry"},
+                }
+            ],
+        ],
+        "batch_asked": [
+            False,
+            [
+                {
+                    "id": "0",
+                    "tool": BATCH_ASKED["calls"][0]["tool"],
+                    "ok": True,
+                    "result": "Hello, Ann!",
+                }
+            ],
+        ],
         "unknown_resource": -32602 if revision == NEWEST else -32002,
     }
 
 
 def check(story: Story, revision: str) -> None:
     wanted = expected(revision)
-    if revision < "2025-06-18":  # these revisions have no elicitation: the tool fails, and says so to the model
-        for part in ("elicited", "two_rounds"):
+    # These revisions have no elicitation: the tool fails, for the model to see.
+    if revision < "2025-06-18":
+        for part in ("elicited", "two_rounds", "batch_asked"):
             assert story[part][0] is True
             del story[part], wanted[part]
     assert story == wanted
@@ -89,33 +132,43 @@ def server(request: pytest.FixtureRequest) -> Server:
 
 @pytest.fixture
 def offered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The revision that the Python clients offer; left alone, they know only their newest one of each kind."""
+    """The revision that the Python clients offer; by default they offer only their newest of each
+    kind.
+    """
     revision = str(request.param)
     if revision != NEWEST:
         monkeypatch.setattr("mcp.client.session.LATEST_HANDSHAKE_VERSION", revision)
     return revision
 
 
-# --- what the user and the model of the client say -------------------------------------------------------------------
+# --- what the user and the model of the client say ------------------------------------------------
 
 
 async def sample(context: Any, params: mcp_types.CreateMessageRequestParams) -> CreateMessageResult:
-    return CreateMessageResult(role="assistant", content=TextContent(type="text", text="42"), model="m")
+    return CreateMessageResult(
+        role="assistant", content=TextContent(type="text", text="42"), model="m"
+    )
 
 
 async def elicit(context: Any, params: Any) -> ElicitResult:
-    return ElicitResult(action="accept", content=dict.fromkeys(params.requested_schema["properties"], "Ann"))
+    return ElicitResult(
+        action="accept", content=dict.fromkeys(params.requested_schema["properties"], "Ann")
+    )
 
 
 async def roots(context: Any) -> ListRootsResult:
     return ListRootsResult(roots=[Root(uri=FileUrl("file:///project"), name="project")])
 
 
-# --- the official SDK for Python -------------------------------------------------------------------------------------
+# --- the official SDK for Python ------------------------------------------------------------------
 
 
 def python_client(server: Server, revision: str, **handlers: Any) -> mcp.Client:
-    target = server.url if server else mcp.StdioServerParameters(command=COMMAND[0], args=list(COMMAND[1:]))
+    target = (
+        server.url
+        if server
+        else mcp.StdioServerParameters(command=COMMAND[0], args=list(COMMAND[1:]))
+    )
     mode = "auto" if revision == NEWEST else "legacy"
     return mcp.Client(
         target,
@@ -128,7 +181,7 @@ def python_client(server: Server, revision: str, **handlers: Any) -> mcp.Client:
 
 
 @pytest.mark.parametrize("offered", [NEWEST, *HANDSHAKES], indirect=True)
-async def test_the_python_sdk(server: Server, offered: str) -> None:
+async def test_python_sdk_runs_the_story(server: Server, offered: str) -> None:
     async with asyncio.timeout(PATIENCE), python_client(server, offered) as client:
         story = await tell(client)
     check(story, offered)
@@ -136,7 +189,9 @@ async def test_the_python_sdk(server: Server, offered: str) -> None:
 
 async def test_changes_reach_a_listener_of_the_python_sdk(server: Server) -> None:
     async with asyncio.timeout(PATIENCE), python_client(server, NEWEST) as client:
-        watched = client.listen(tools_list_changed=True, resource_subscriptions=["test://watched-resource"])
+        watched = client.listen(
+            tools_list_changed=True, resource_subscriptions=["test://watched-resource"]
+        )
         async with watched as subscription:
             events = aiter(subscription)
             await client.call_tool("test_trigger_tool_change", {})
@@ -151,7 +206,10 @@ async def test_changes_reach_a_session_of_the_python_sdk(server: Server) -> None
     async def hear(message: Any) -> None:
         seen.put_nowait(message.method)
 
-    async with asyncio.timeout(PATIENCE), python_client(server, "2025-11-25", message_handler=hear) as client:
+    async with (
+        asyncio.timeout(PATIENCE),
+        python_client(server, "2025-11-25", message_handler=hear) as client,
+    ):
         await client.subscribe_resource("test://watched-resource")
         for trigger, method in (
             ("test_trigger_tool_change", "notifications/tools/list_changed"),
@@ -163,14 +221,19 @@ async def test_changes_reach_a_session_of_the_python_sdk(server: Server) -> None
 
 
 @pytest.mark.parametrize("offered", [NEWEST, "2025-11-25"], indirect=True)
-async def test_log_messages_reach_the_python_sdk_from_the_level_it_asked_for(server: Server, offered: str) -> None:
+async def test_log_messages_reach_the_python_sdk_from_the_level_it_asked_for(
+    server: Server, offered: str
+) -> None:
     seen: list[Any] = []
 
     async def hear(params: mcp_types.LoggingMessageNotificationParams) -> None:
         seen.append((params.level, params.logger, params.data))
 
     asked = {"log_level": "warning"} if offered == NEWEST else {}
-    async with asyncio.timeout(PATIENCE), python_client(server, offered, logging_callback=hear, **asked) as client:
+    async with (
+        asyncio.timeout(PATIENCE),
+        python_client(server, offered, logging_callback=hear, **asked) as client,
+    ):
         if offered != NEWEST:
             await client.set_logging_level("warning")
         await client.call_tool("test_tool_with_logging", {})  # three of level info
@@ -178,12 +241,14 @@ async def test_log_messages_reach_the_python_sdk_from_the_level_it_asked_for(ser
     assert seen == [("warning", "storage", {"disk": "nearly full", "left": 0.07})]
 
 
-# --- FastMCP ---------------------------------------------------------------------------------------------------------
+# --- FastMCP --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("offered", [NEWEST, "2025-11-25"], indirect=True)
-async def test_fastmcp(server: Server, offered: str) -> None:
-    target: Any = server.url if server else StdioTransport(command=COMMAND[0], args=list(COMMAND[1:]))
+async def test_fastmcp_runs_the_story(server: Server, offered: str) -> None:
+    target: Any = (
+        server.url if server else StdioTransport(command=COMMAND[0], args=list(COMMAND[1:]))
+    )
     client = fastmcp.Client(
         target,
         mode="auto" if offered == NEWEST else "legacy",
@@ -198,7 +263,9 @@ async def test_fastmcp(server: Server, offered: str) -> None:
 
 def by_the_names_of_the_sdk(client: Any) -> Any:
     async def call_tool(name: str, arguments: dict[str, Any], progress_callback: Any = None) -> Any:
-        return await client.call_tool(name, arguments, progress_handler=progress_callback, raise_on_error=False)
+        return await client.call_tool(
+            name, arguments, progress_handler=progress_callback, raise_on_error=False
+        )
 
     return SimpleNamespace(
         protocol_version=client.protocol_version,
@@ -211,7 +278,7 @@ def by_the_names_of_the_sdk(client: Any) -> Any:
     )
 
 
-# --- the official SDK for TypeScript ---------------------------------------------------------------------------------
+# --- the official SDK for TypeScript --------------------------------------------------------------
 
 
 OFFERED = {1: HANDSHAKES, 2: (NEWEST, "2025-11-25", "2025-03-26")}
@@ -219,8 +286,9 @@ OFFERED = {1: HANDSHAKES, 2: (NEWEST, "2025-11-25", "2025-03-26")}
 
 @cache
 def told_by_typescript(sdk: int, url: str | None) -> dict[str, str]:
-    """The stories by revision, from one process: to load the SDK takes longer than to live through a story."""
-    wanted = {"modules": str(installed(*TYPESCRIPT)), "sdk": sdk, "revisions": OFFERED[sdk]}
+    """The stories by revision, from one process: loading the SDK takes longer than running a story."""
+    wanted: Story = {"modules": str(installed(*TYPESCRIPT)), "sdk": sdk}
+    wanted |= {"revisions": OFFERED[sdk], "batch": BATCH, "batch_asked": BATCH_ASKED}
     where = {"url": url} if url else {"command": COMMAND}
     program = Path(__file__).with_name("typescript_client.mjs")
     run = subprocess.run(
@@ -234,27 +302,36 @@ def told_by_typescript(sdk: int, url: str | None) -> dict[str, str]:
     return dict(zip(OFFERED[sdk], run.stdout.splitlines(), strict=True))
 
 
-@pytest.mark.parametrize(("sdk", "revision"), [(sdk, revision) for sdk, offered in OFFERED.items() for revision in offered])
-def test_the_typescript_sdk(server: Server, sdk: int, revision: str) -> None:
+@pytest.mark.parametrize(
+    ("sdk", "revision"),
+    [(sdk, revision) for sdk, offered in OFFERED.items() for revision in offered],
+)
+def test_typescript_sdk_runs_the_story(server: Server, sdk: int, revision: str) -> None:
     story = json.loads(told_by_typescript(sdk, server.url if server else None)[revision])
-    steps, told = expected(revision)["progress"], story.pop("progress")
-    assert told and told == steps[: len(told)]  # it drops the progress that it reads together with the answer
+    steps = expected(revision)["progress"]
+    told = story.pop("progress")
+    # It drops the progress that it reads together with the answer.
+    assert told and told == steps[: len(told)]
     story["progress"] = steps
-    if sdk == 2:  # it tells its user the newest revision's code, whichever one the server sent
+    if sdk == 2:  # it reports the newest revision's code to its user, whichever the server sent
         assert story["unknown_resource"] == -32602
         story["unknown_resource"] = expected(revision)["unknown_resource"]
     check(story, revision)
 
 
-# --- the story -------------------------------------------------------------------------------------------------------
+# --- the story ------------------------------------------------------------------------------------
 
 
 async def tell(client: Any) -> Story:
-    """Live through the story with a client of Python."""
+    """Run the story with a Python client."""
 
     async def tool(name: str, arguments: dict[str, Any] | None = None, **options: Any) -> list[Any]:
         result = await client.call_tool(name, arguments or {}, **options)
         return [result.is_error, text_of(result.content[0])]
+
+    async def batch(calls: dict[str, Any]) -> list[Any]:
+        failed, text = await tool("batch", calls)
+        return [failed, json.loads(text)["results"]]
 
     async def kind(name: str) -> str:
         content: str = (await client.call_tool(name, {})).content[0].type
@@ -282,12 +359,16 @@ async def tell(client: Any) -> Story:
         "failed": await tool("test_error_handling"),
         "header": await tool("custom_header", {"region": "north"}),
         "resource": text_of((await client.read_resource("test://static-text")).contents[0]),
-        "template": json.loads(text_of((await client.read_resource("test://template/7/data")).contents[0]))["id"],
+        "template": json.loads(
+            text_of((await client.read_resource("test://template/7/data")).contents[0])
+        )["id"],
         "prompt": text_of(prompt.messages[0].content),
         "completion": completion.completion.values,
         "progressed": await tool("test_tool_with_progress", progress_callback=step),
         "progress": steps,
         "reconnected": await tool("test_reconnection"),
+        "batch": await batch(BATCH),
+        "batch_asked": await batch(BATCH_ASKED),
         "sampled": await tool("test_sampling", {"prompt": "?"}),
         "elicited": await tool("test_input_required_result_elicitation"),
         "two_rounds": await tool("test_input_required_result_multi_round"),

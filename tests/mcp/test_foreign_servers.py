@@ -1,8 +1,9 @@
-"""Our client talks to servers of other projects: FastMCP, and the official SDKs for Python and TypeScript.
+"""Our client talks to servers of other projects: FastMCP, and the official SDKs for Python and
+TypeScript.
 
-The same story with each of them, over HTTP and with a child process, at the newest revision that both speak and at
-2025-03-26, where a batch is one array if the server takes it (V7): the TypeScript servers do over HTTP, the Python ones
-refuse, and on a pipe all of them drop arrays without a word.
+The same story with each of them, over HTTP and with a child process, at the newest revision that
+both speak and at 2025-03-26, where a batch is one array if the server takes it (V7): the TypeScript
+servers do over HTTP, the Python ones refuse, and on a pipe all of them drop arrays silently.
 """
 
 import json
@@ -19,8 +20,8 @@ import pytest
 
 from tests.client.conftest import nothing_is_left as nothing_is_left
 from tests.mcp.asgi import R1, R2, R4, R5
+from tests.mcp.clients import client_of
 from tests.mcp.node import installed, node
-from tests.mcp.test_client import client_of
 from tests.ports import free_port
 from tests.size import sized
 from wirecall import ToolError
@@ -37,7 +38,14 @@ NEWEST = {"fastmcp": R5, "sdk": R5, "typescript-1": R4, "typescript-2": R5}
 
 def command(kind: str, port: int | None = None, *more: str) -> list[str]:
     if kind not in TYPESCRIPT:
-        return [sys.executable, "-m", "tests.mcp.foreign_server", kind, *(["--port", str(port)] if port else []), *more]
+        return [
+            sys.executable,
+            "-m",
+            "tests.mcp.foreign_server",
+            kind,
+            *(["--port", str(port)] if port else []),
+            *more,
+        ]
     modules = str(installed(*TYPESCRIPT[kind]))
     wanted = {"modules": modules, "sdk": int(kind[-1]), **({"port": port} if port else {})}
     return [str(node()), str(Path(__file__).with_name("typescript_server.mjs")), json.dumps(wanted)]
@@ -46,7 +54,9 @@ def command(kind: str, port: int | None = None, *more: str) -> list[str]:
 @contextmanager
 def running(kind: str, *more: str, path: str = "/mcp") -> Iterator[str]:
     port = free_port()
-    process = subprocess.Popen(command(kind, port, *more), cwd=ROOT, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command(kind, port, *more), cwd=ROOT, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         wait_for(process, port)
         yield f"http://127.0.0.1:{port}{path}"
@@ -71,12 +81,13 @@ def wait_for(process: "subprocess.Popen[bytes]", port: int) -> None:
 
 
 PEERS = [(kind, way) for kind in NEWEST for way in ("http", "stdio")]
-# A process on stdio takes seconds to import its modules, so what one of them shows is not asked of all.
+# A process on stdio takes seconds to import its modules, so tests that use FEW start only one of
+# them.
 FEW = sized(small=[*((kind, "http") for kind in NEWEST), ("typescript-2", "stdio")], full=PEERS)
 
 
-# Of a module: pytest runs the tests of one server together, and a process that tests it starts no other. A server is there
-# before a test counts its processes.
+# Of a module: pytest runs the tests of one server together, and a process that tests it starts no
+# other. A server is there before a test counts its processes.
 @pytest.fixture(scope="module", params=PEERS, ids="-".join)
 def peer(request: pytest.FixtureRequest) -> Iterator[tuple[str, str, Any]]:
     kind, way = request.param
@@ -94,13 +105,21 @@ def old() -> Iterator[str]:
 
 
 def options_of(way: str) -> dict[str, Any]:
-    return {"cwd": str(ROOT), "stderr": "keep", "timeout": PATIENCE} if way == "stdio" else {"timeout": PATIENCE}
+    return (
+        {"cwd": str(ROOT), "stderr": "keep", "timeout": PATIENCE}
+        if way == "stdio"
+        else {"timeout": PATIENCE}
+    )
 
 
-async def test_the_story_at_the_newest_revision(peer: tuple[str, str, Any]) -> None:
+async def test_client_runs_the_story_at_the_newest_revision(peer: tuple[str, str, Any]) -> None:
     kind, way, target = peer
     async with client_of(target, **options_of(way), elicit=lambda _: {"name": "Ann"}) as client:
-        assert client.revision == NEWEST[kind] and client.server["name"] == "strange" and not client.honours_keys
+        assert (
+            client.revision == NEWEST[kind]
+            and client.server["name"] == "strange"
+            and not client.honours_keys
+        )
         await tell(client)
         if kind.startswith("typescript"):  # 2.x asks in a result, 1.x by a request
             assert (await client.call_tool("hello")).text == "Hello, Ann"
@@ -113,23 +132,32 @@ async def test_the_story_at_the_newest_revision(peer: tuple[str, str, Any]) -> N
 
 
 @pytest.mark.parametrize("revision", [None, R1, R2])
-async def test_the_transport_of_the_first_revision(old: str, revision: str | None) -> None:
-    """HTTP with SSE: found out by the refusal of `initialize`, and spoken at any revision with a handshake."""
-    async with client_of(old, revision, timeout=PATIENCE, elicit=lambda _: {"name": "Ann"}) as client:
+async def test_client_speaks_the_transport_of_the_first_revision(
+    old: str, revision: str | None
+) -> None:
+    """HTTP with SSE: the refusal of `initialize` reveals it; it serves any revision with a
+    handshake.
+    """
+    async with client_of(
+        old, revision, timeout=PATIENCE, elicit=lambda _: {"name": "Ann"}
+    ) as client:
         assert client.revision == (revision or R4)
         await tell(client)
         if revision is None:
             assert (await client.call_tool("hello")).text == "Hello, Ann"
         async with client.batch() as batch:
             entries = [batch.call_tool("add", {"a": n, "b": n}, type=int) for n in range(8)]
-        assert batch.wire == "singles" and [entry.result() for entry in entries] == [2 * n for n in range(8)]
+        assert batch.wire == "singles" and [entry.result() for entry in entries] == [
+            2 * n for n in range(8)
+        ]
 
 
 async def tell(client: Any) -> None:
     told: list[tuple[float, float, str]] = []
     assert {tool.name for tool in await client.list_tools()} == {"add", "fail", "steps", "hello"}
     assert await client.call_tool("add", {"a": 2, "b": 3}, type=int) == 5
-    with pytest.raises(ToolError, match=r"this does not work|Error executing tool fail"):  # the SDK hides the reason
+    # The SDK hides the reason.
+    with pytest.raises(ToolError, match=r"this does not work|Error executing tool fail"):
         await client.call_tool("fail", {"what": "this"})
     steps = await client.call_tool("steps", progress=lambda *said: told.append(said))
     assert steps.text == "both steps" and [one[:2] for one in told] == [(1, 2), (2, 2)]
@@ -141,7 +169,7 @@ async def tell(client: Any) -> None:
 
 
 @pytest.mark.parametrize("peer", FEW, indirect=True, ids="-".join, scope="module")
-async def test_a_person_is_asked_with_a_handshake(peer: tuple[str, str, Any]) -> None:
+async def test_elicitation_works_with_a_handshake(peer: tuple[str, str, Any]) -> None:
     kind, way, target = peer
     if (kind, way) == ("typescript-2", "http"):
         pytest.skip("it serves the older revisions without sessions, and asks nobody there")
@@ -149,7 +177,7 @@ async def test_a_person_is_asked_with_a_handshake(peer: tuple[str, str, Any]) ->
         assert (await client.call_tool("hello")).text == "Hello, Ann"
 
 
-async def test_a_batch_at_the_revision_that_has_arrays(peer: tuple[str, str, Any]) -> None:
+async def test_batch_works_at_the_revision_that_has_arrays(peer: tuple[str, str, Any]) -> None:
     kind, way, target = peer
     async with client_of(target, R2, **options_of(way)) as client:
         assert client.revision == R2
@@ -163,13 +191,17 @@ async def test_a_batch_at_the_revision_that_has_arrays(peer: tuple[str, str, Any
             if kind.startswith("typescript") and way == "http":
                 assert (batch.wire, batch.reason) == ("array", "MCP 2025-03-26 has arrays")
             else:
-                reason = "the server refused an array" if way == "http" else "the server did not answer an array"
+                reason = (
+                    "the server refused an array"
+                    if way == "http"
+                    else "the server did not answer an array"
+                )
                 assert batch.wire == "singles" and batch.reason.startswith(reason)
 
 
 @pytest.mark.parametrize("peer", FEW, indirect=True, ids="-".join, scope="module")
-async def test_a_destructive_tool_is_confirmed(peer: tuple[str, str, Any]) -> None:
-    """T3, T4: the hints of a trusted server spare the questions that need not be asked."""
+async def test_destructive_tool_is_confirmed(peer: tuple[str, str, Any]) -> None:
+    """T3, T4: the hints of a trusted server make some confirmations unnecessary."""
     _, way, target = peer
     asked: list[str] = []
 

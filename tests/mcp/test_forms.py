@@ -1,7 +1,8 @@
-"""Forms are what the specification allows, for every type that has one; answers are checked and come back as that type.
+"""Forms are what the specification allows, for every type that has one; answers are checked and
+typed.
 
-The rules are not ours: `forms.json` has the definitions of each revision's schema, here made strict (no word that they do
-not name), and the official SDK judges the same forms with its own types.
+The rules are not ours: `forms.json` has the definitions of each revision's schema, here made strict
+(only words that they name), and the official SDK judges the same forms with its own types.
 """
 
 import dataclasses
@@ -30,25 +31,29 @@ from wirecall.mcp.server.forms import form_of
 CAPABLE: dict[str, Any] = {"elicitation": {}}
 ASKING = (R3, R4, R5)
 
-# --- the rules -------------------------------------------------------------------------------------------------------
+# --- the rules ------------------------------------------------------------------------------------
 
 RULES = json.loads((Path(__file__).parent / "forms.json").read_text())
 
 
 def strict(schema: Any) -> Any:
-    """Only the words that a definition names: a strict client knows no others."""
+    """Only the words that a definition names: a strict client accepts no others."""
     if isinstance(schema, list):
         return [strict(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
     closed = {key: strict(value) for key, value in schema.items()}
-    if "properties" in schema and schema.get("type") == "object" and "additionalProperties" not in schema:
+    if (
+        "properties" in schema
+        and schema.get("type") == "object"
+        and "additionalProperties" not in schema
+    ):
         closed["additionalProperties"] = False
     return closed
 
 
 def check_form(schema: Any, revision: str) -> None:
-    """Hold a form against the revision's schema, against the SDK, and against JSON Schema itself."""
+    """Check a form against the revision's schema, against the SDK, and against JSON Schema itself."""
     rules = {"$ref": "#/$defs/RequestedSchema", "$defs": strict(RULES[revision]["$defs"])}
     jsonschema.Draft202012Validator(rules).validate(schema)
     jsonschema.Draft202012Validator.check_schema(schema)
@@ -62,11 +67,11 @@ def check_form(schema: Any, revision: str) -> None:
             pydantic.TypeAdapter(definition).validate_python(field)
 
 
-# --- asking ----------------------------------------------------------------------------------------------------------
+# --- asking ---------------------------------------------------------------------------------------
 
 
 class Desk:
-    """A tool that asks for one type, and keeps what it got."""
+    """A tool that asks for one type, and keeps the answer."""
 
     def __init__(self, wanted: Any) -> None:
         self.app: App = make_app()
@@ -80,7 +85,9 @@ class Desk:
 
 
 async def asked(wanted: Any, revision: str, content: Any) -> tuple[Any, Any, Any]:
-    """The form as it travels, what the call is answered with when it is filled in, and what the function got."""
+    """The form on the wire, the answer to the call once it is filled in, and what the function
+    received.
+    """
     desk = Desk(wanted)
     replies = {"elicitation/create": {"action": "accept", "content": content}}
     async with over_http(desk.app, revision, capabilities=CAPABLE, replies=replies) as client:
@@ -157,7 +164,15 @@ class Desktop:
 FLAT: list[tuple[Any, Any, Any]] = [
     (
         Person,
-        {"name": "Ann", "age": 18, "sure": True, "size": "L", "color": "blue", "weight": 60, "born": "2000-01-31"},
+        {
+            "name": "Ann",
+            "age": 18,
+            "sure": True,
+            "size": "L",
+            "color": "blue",
+            "weight": 60,
+            "born": "2000-01-31",
+        },
         Person("Ann", 18, True, "L", Color.BLUE, None, 60.0, date(2000, 1, 31)),
     ),
     (Person, {"name": "Ann", "age": 18}, Person("Ann", 18)),
@@ -167,7 +182,14 @@ FLAT: list[tuple[Any, Any, Any]] = [
     (Ticket, {"title": "x"}, {"title": "x"}),
     (
         Contact,
-        {"mail": "a@b", "how": "phone", "color": "red", "since": "2020-02-29", "page": "https://x.org", "nickName": "A"},
+        {
+            "mail": "a@b",
+            "how": "phone",
+            "color": "red",
+            "since": "2020-02-29",
+            "page": "https://x.org",
+            "nickName": "A",
+        },
         Contact(
             mail="a@b",
             age=30,
@@ -193,7 +215,7 @@ FLAT: list[tuple[Any, Any, Any]] = [
 
 @pytest.mark.parametrize("revision", ASKING)
 @pytest.mark.parametrize(("wanted", "content", "value"), FLAT)
-async def test_a_type_is_asked_with_a_form_and_comes_back_as_that_type(
+async def test_elicit_asks_for_a_type_with_a_form_and_returns_that_type(
     revision: str, wanted: Any, content: Any, value: Any
 ) -> None:
     form, answer, got = await asked(wanted, revision, content)
@@ -204,23 +226,35 @@ async def test_a_type_is_asked_with_a_form_and_comes_back_as_that_type(
     jsonschema.validate({name: given for name, given in content.items() if given is not None}, form)
 
 
-def test_the_schema_of_each_field_of_a_form() -> None:
+def test_form_fields_have_their_schemas() -> None:
     fields = form_of(Person).schema(REVISIONS[R5])["properties"]
-    assert fields["name"] == {"type": "string", "minLength": 2, "maxLength": 20, "description": "As in the passport"}
+    assert fields["name"] == {
+        "type": "string",
+        "minLength": 2,
+        "maxLength": 20,
+        "description": "As in the passport",
+    }
     assert fields["age"] == {"type": "integer", "minimum": 18, "maximum": 120}
     assert fields["sure"] == {"type": "boolean", "default": False}
-    assert fields["size"] == {"type": "string", "enum": ["L", "M", "S"], "default": "M"}
-    assert fields["color"] == {"type": "string", "enum": ["blue", "red"], "default": "red"}
-    assert fields["other"] == {"type": "string", "enum": ["blue", "red"]}
+    assert fields["size"] == {"type": "string", "enum": ["S", "M", "L"], "default": "M"}
+    assert fields["color"] == {"type": "string", "enum": ["red", "blue"], "default": "red"}
+    assert fields["other"] == {"type": "string", "enum": ["red", "blue"]}
     assert fields["weight"] == {"type": "number", "minimum": 0}
     assert fields["born"] == {"type": "string", "format": "date"}
     assert form_of(Person).schema(REVISIONS[R5])["required"] == ["name", "age"]
-    mail, age = (form_of(Contact).schema(REVISIONS[R5])["properties"][name] for name in ("mail", "age"))
-    assert mail == {"type": "string", "minLength": 3, "title": "Mail", "description": "Where to write to"}
+    mail, age = (
+        form_of(Contact).schema(REVISIONS[R5])["properties"][name] for name in ("mail", "age")
+    )
+    assert mail == {
+        "type": "string",
+        "minLength": 3,
+        "title": "Mail",
+        "description": "Where to write to",
+    }
     assert age == {"type": "integer", "minimum": 18, "title": "Your age", "default": 30}
 
 
-def test_defaults_of_2025_06_18_are_those_of_booleans() -> None:
+def test_form_defaults_at_2025_06_18_are_only_for_booleans() -> None:
     fields = form_of(Person).schema(REVISIONS[R3])["properties"]
     assert [name for name, field in fields.items() if "default" in field] == ["sure"]
 
@@ -233,9 +267,11 @@ class Simple(pydantic.BaseModel):
     note: str | None = None
 
 
-def test_a_simple_model_has_the_form_that_the_official_sdk_gives_it() -> None:
+def test_simple_model_has_the_form_that_the_official_sdk_gives_it() -> None:
     theirs = render_elicitation_schema(Simple)
-    assert form_of(Simple).schema(REVISIONS[R4]) == {name: theirs[name] for name in ("type", "properties", "required")}
+    assert form_of(Simple).schema(REVISIONS[R4]) == {
+        name: theirs[name] for name in ("type", "properties", "required")
+    }
 
 
 class Mail(pydantic.BaseModel):
@@ -251,22 +287,30 @@ class Mail(pydantic.BaseModel):
         return value
 
 
-def test_types_and_formats_of_pydantic_become_words_of_a_form() -> None:
+def test_pydantic_types_and_formats_become_words_of_a_form() -> None:
     form = form_of(Mail).schema(REVISIONS[R4])
     check_form(form, R4)
     assert form == {
         "type": "object",
         "properties": {
             "address": {"type": "string", "format": "email", "title": "Address"},
-            "page": {"type": "string", "format": "uri", "minLength": 1, "maxLength": 2083, "title": "Page"},
+            "page": {
+                "type": "string",
+                "format": "uri",
+                "minLength": 1,
+                "maxLength": 2083,
+                "title": "Page",
+            },
             "copies": {"type": "integer", "minimum": 1, "default": 1, "title": "Copies"},
         },
         "required": ["page"],
     }
-    assert form_of(pydantic.PositiveInt).schema(REVISIONS[R4])["properties"] == {"value": {"type": "integer", "minimum": 1}}
+    assert form_of(pydantic.PositiveInt).schema(REVISIONS[R4])["properties"] == {
+        "value": {"type": "integer", "minimum": 1}
+    }
 
 
-def test_a_validator_of_pydantic_refuses_an_answer_in_our_words() -> None:
+def test_pydantic_validator_refuses_an_answer_in_our_words() -> None:
     with pytest.raises(BadInput) as caught:
         form_of(Mail).read({"page": "https://x.org", "copies": 3})
     assert caught.value.data["reason"] == "the client's answer: copies: copies are made in pairs"
@@ -281,12 +325,12 @@ class MailModel(pydantic.BaseModel):
 
 
 @pytest.mark.parametrize("wanted", [MailStruct, MailModel])
-def test_a_constraint_that_a_form_would_ignore_is_refused(wanted: Any) -> None:
+def test_constraint_that_a_form_would_ignore_is_refused(wanted: Any) -> None:
     with pytest.raises(UsageError, match=r"The form Mail[A-Z][a-z]+ has .* which would be ignored"):
         form_of(wanted)
 
 
-# --- choices of several (from 2025-11-25 on) -------------------------------------------------------------------------
+# --- choices of several (from 2025-11-25 on) ------------------------------------------------------
 
 
 class Several(Struct):
@@ -295,17 +339,20 @@ class Several(Struct):
 
 
 @pytest.mark.parametrize("revision", [R4, R5])
-async def test_several_choices(revision: str) -> None:
+async def test_form_with_several_choices(revision: str) -> None:
     form, _, got = await asked(Several, revision, {"colors": ["red", "blue"], "sizes": ["S"]})
     check_form(form, revision)
     assert got == Several([Color.RED, Color.BLUE], {"S"})
-    assert form["properties"]["colors"] == {"type": "array", "items": {"type": "string", "enum": ["blue", "red"]}}
+    assert form["properties"]["colors"] == {
+        "type": "array",
+        "items": {"type": "string", "enum": ["red", "blue"]},
+    }
     form, _, got = await asked(list[Color], revision, {"value": ["red"]})
     check_form(form, revision)
     assert got == [Color.RED]
 
 
-async def test_several_choices_cannot_be_asked_at_2025_06_18() -> None:
+async def test_form_with_several_choices_is_refused_at_2025_06_18() -> None:
     desk = Desk(Several)
     async with over_http(desk.app, R3, capabilities=CAPABLE) as client:
         found = await client.tool("ask")
@@ -313,7 +360,7 @@ async def test_several_choices_cannot_be_asked_at_2025_06_18() -> None:
     assert "colors: MCP 2025-06-18 has no form" in found["content"][0]["text"]
 
 
-# --- what has no form ------------------------------------------------------------------------------------------------
+# --- what has no form -----------------------------------------------------------------------------
 
 
 class Inner(Struct):
@@ -336,7 +383,18 @@ class Number(enum.Enum):
     ONE = 1
 
 
-NO_FIELD = [Inner, Inner | None, list[Inner], list[str], dict[str, int], str | int, Any, Literal[1, 2], Number, bytes]
+NO_FIELD = [
+    Inner,
+    Inner | None,
+    list[Inner],
+    list[str],
+    dict[str, int],
+    str | int,
+    Any,
+    Literal[1, 2],
+    Number,
+    bytes,
+]
 NO_MODEL_FIELD = [
     InnerModel,
     list[InnerModel],
@@ -350,25 +408,27 @@ NO_MODEL_FIELD = [
 
 
 @pytest.mark.parametrize("wanted", [*map(struct, NO_FIELD), *map(model, NO_MODEL_FIELD)])
-def test_a_field_that_a_form_cannot_have_is_named(wanted: Any) -> None:
+def test_field_that_a_form_cannot_have_is_named(wanted: Any) -> None:
     with pytest.raises(UsageError, match="Odd cannot be asked with a form") as raised:
         form_of(wanted)
     assert "'odd'" in str(raised.value)
 
 
-@pytest.mark.parametrize("wanted", [dict[str, int], list[str], Any, object, str | int, 5, "Person", None, Number])
-def test_a_type_without_a_form_is_an_error_that_names_it(wanted: Any) -> None:
+@pytest.mark.parametrize(
+    "wanted", [dict[str, int], list[str], Any, object, str | int, 5, "Person", None, Number]
+)
+def test_type_without_a_form_is_an_error_that_names_it(wanted: Any) -> None:
     with pytest.raises(UsageError, match="cannot be asked with a form"):
         form_of(wanted)
 
 
-async def test_a_function_that_asks_for_no_form_fails_and_the_client_is_not_asked() -> None:
+async def test_elicit_of_a_type_without_a_form_fails_and_does_not_ask_the_client() -> None:
     desk = Desk(struct(Inner))
     async with over_http(desk.app, R5, capabilities=CAPABLE) as client:
         assert (await client.tool("ask"))["isError"] is True
 
 
-# --- forms that are written by hand ----------------------------------------------------------------------------------
+# --- forms that are written by hand ---------------------------------------------------------------
 
 
 def by_hand(*required: str, **fields: Any) -> Any:
@@ -388,23 +448,38 @@ EVERY_FIELD = by_hand(
     titled={"type": "string", "oneOf": TITLED},
 )
 OF_SEVERAL = by_hand(
-    many={"type": "array", "items": {"type": "string", "enum": ["a", "b"]}, "minItems": 1, "maxItems": 2, "default": ["a"]},
+    many={
+        "type": "array",
+        "items": {"type": "string", "enum": ["a", "b"]},
+        "minItems": 1,
+        "maxItems": 2,
+        "default": ["a"],
+    },
     titled={"type": "array", "items": {"anyOf": TITLED}},
 )
 
 
 @pytest.mark.parametrize("revision", ASKING)
 @pytest.mark.parametrize("wanted", [EVERY_FIELD, OF_SEVERAL])
-async def test_a_form_that_is_written_by_hand(revision: str, wanted: Any) -> None:
+async def test_form_may_be_written_by_hand(revision: str, wanted: Any) -> None:
     if wanted is OF_SEVERAL and revision == R3:
         pytest.skip("2025-06-18 has no choice of several")
-    form, _, got = await asked(wanted, revision, {"sure": True, "titled": ["r"] if wanted is OF_SEVERAL else "r", "more": 1})
+    form, _, got = await asked(
+        wanted,
+        revision,
+        {"sure": True, "titled": ["r"] if wanted is OF_SEVERAL else "r", "more": 1},
+    )
     check_form(form, revision)
     assert form == wanted or revision == R3
     assert got.pop("titled") in ("r", ["r"])
-    assert got == ({} if wanted is OF_SEVERAL else {"sure": True})  # what was not asked for does not reach the function
+    # The function gets only the form's fields.
+    assert got == ({} if wanted is OF_SEVERAL else {"sure": True})
     if revision == R3:
-        assert form["properties"]["titled"] == {"type": "string", "enum": ["r", "b"], "enumNames": ["Red", "Blue"]}
+        assert form["properties"]["titled"] == {
+            "type": "string",
+            "enum": ["r", "b"],
+            "enumNames": ["Red", "Blue"],
+        }
 
 
 NOT_BY_HAND: list[Any] = [
@@ -434,12 +509,12 @@ NOT_BY_HAND: list[Any] = [
 
 
 @pytest.mark.parametrize("wanted", NOT_BY_HAND)
-def test_a_schema_that_is_not_a_form_is_an_error(wanted: Any) -> None:
+def test_schema_that_is_not_a_form_is_an_error(wanted: Any) -> None:
     with pytest.raises(UsageError, match="The schema cannot be asked with a form"):
         form_of(wanted)
 
 
-# --- answers that do not fit -----------------------------------------------------------------------------------------
+# --- answers that do not fit ----------------------------------------------------------------------
 
 BAD: list[tuple[Any, Any, str]] = [
     (by_hand("sure", sure={"type": "boolean"}), {"sure": "no"}, "sure: expected boolean, got str"),
@@ -458,8 +533,16 @@ BAD: list[tuple[Any, Any, str]] = [
     (EVERY_FIELD, {"sure": True, "one": "c"}, "one: expected one of a, b"),
     (EVERY_FIELD, {"sure": True, "titled": "Red"}, "titled: expected one of r, b"),
     (EVERY_FIELD, {"sure": True, "mail": "x"}, "mail: expected the format email"),
-    (by_hand(a={"type": "string", "format": "date"}), {"a": "2020-02-30"}, "a: expected the format date"),
-    (by_hand(a={"type": "string", "format": "date-time"}), {"a": "2020-02-03T10:00:00"}, "a: expected the format date-time"),
+    (
+        by_hand(a={"type": "string", "format": "date"}),
+        {"a": "2020-02-30"},
+        "a: expected the format date",
+    ),
+    (
+        by_hand(a={"type": "string", "format": "date-time"}),
+        {"a": "2020-02-03T10:00:00"},
+        "a: expected the format date-time",
+    ),
     (by_hand(a={"type": "string", "format": "uri"}), {"a": "x y"}, "a: expected the format uri"),
     (OF_SEVERAL, {"many": []}, "many: expected at least 1 choices, got 0"),
     (OF_SEVERAL, {"many": ["a", "c"]}, "many: expected some of a, b"),
@@ -476,19 +559,27 @@ BAD: list[tuple[Any, Any, str]] = [
 
 @pytest.mark.parametrize("revision", [R4, R5])
 @pytest.mark.parametrize(("wanted", "content", "said"), BAD)
-async def test_an_answer_that_does_not_fit_is_refused(revision: str, wanted: Any, content: Any, said: str) -> None:
-    """The form has told the client what fits. The function does not see such an answer, and a model cannot mend it."""
+async def test_answer_that_does_not_fit_is_refused(
+    revision: str, wanted: Any, content: Any, said: str
+) -> None:
+    """The form says what fits.
+
+    The function does not see such an answer, and a model cannot correct it.
+    """
     _, answer, got = await asked(wanted, revision, content)
     assert got is None
     assert (answer["error"]["code"], answer["error"]["data"]["type"]) == (-32602, "input_invalid")
     assert said in answer["error"]["data"]["reason"]
 
 
-async def test_a_better_answer_is_taken_after_one_that_did_not_fit() -> None:
+async def test_answer_that_fits_is_accepted_after_one_that_did_not() -> None:
     desk = Desk(bool)
     async with over_http(desk.app, R5, capabilities=CAPABLE) as client:
         state = (await client.tool("ask"))["requestState"]
         for value, ends in (("no", "error"), (True, "result")):
-            more = {"inputResponses": {"q": {"action": "accept", "content": {"value": value}}}, "requestState": state}
+            more = {
+                "inputResponses": {"q": {"action": "accept", "content": {"value": value}}},
+                "requestState": state,
+            }
             assert ends in await client.call("tools/call", {"name": "ask", **more})
     assert desk.got == [True]

@@ -1,4 +1,6 @@
-"""Streamable HTTP: media types, hosts, bodies and versions, and what is refused before anything runs."""
+"""Streamable HTTP: media types, hosts, bodies and versions, and what is refused before anything
+runs.
+"""
 
 import base64
 import json
@@ -27,7 +29,7 @@ from tests.mcp.asgi import (
 from tests.mcp.lab import Lab, call, every_revision, legacy, pairs, refused
 from wirecall import Limits
 
-# --- media types -----------------------------------------------------------------------------------------------------
+# --- media types ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True, params=rsgi.INTERFACES)
@@ -37,42 +39,57 @@ def interface(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 @every_revision
-@pytest.mark.parametrize("media", [None, "text/plain", "application/x-www-form-urlencoded", "application/jsonx", ""])
-async def test_a_body_that_is_not_json_is_415(revision: str, media: str | None) -> None:
+@pytest.mark.parametrize(
+    "media", [None, "text/plain", "application/x-www-form-urlencoded", "application/jsonx", ""]
+)
+async def test_body_that_is_not_json_is_415(revision: str, media: str | None) -> None:
     lab = Lab()
     async with over_http(lab.app, revision) as client:
         message = client.message("tools/call", {"name": "look"})
         headers = {n: v for n, v in client.headers(message).items() if n != "content-type"}
-        answered = await client.post(message, {**headers, **({} if media is None else {"content-type": media})}).started()
+        answered = await client.post(
+            message, {**headers, **({} if media is None else {"content-type": media})}
+        ).started()
     assert (answered.status, lab.ran) == (415, [])
 
 
 @every_revision
-@pytest.mark.parametrize("media", ["application/json; charset=utf-8", "Application/JSON", "application/json;charset=UTF-8"])
-async def test_spellings_of_json(revision: str, media: str) -> None:
+@pytest.mark.parametrize(
+    "media",
+    ["application/json; charset=utf-8", "Application/JSON", "application/json;charset=UTF-8"],
+)
+async def test_content_type_may_spell_json_in_several_forms(revision: str, media: str) -> None:
     async with over_http(Lab().app, revision) as client:
         assert await client.result("tools/list", headers={"content-type": media})
 
 
 @every_revision
-@pytest.mark.parametrize("accept", ["application/json", "text/event-stream", "text/html", "image/*"])
+@pytest.mark.parametrize(
+    "accept", ["application/json", "text/event-stream", "text/html", "image/*"]
+)
 async def test_accept_must_list_both_kinds_of_answer(revision: str, accept: str) -> None:
     lab = Lab()
     async with over_http(lab.app, revision) as client:
         message = client.message("tools/call", {"name": "look"})
-        answered = await client.post(message, {**client.headers(message), "accept": accept}).started()
+        answered = await client.post(
+            message, {**client.headers(message), "accept": accept}
+        ).started()
     assert (answered.status, lab.ran) == (406, [])
 
 
-@pytest.mark.parametrize("accept", ["*/*", "application/*, text/*", "TEXT/EVENT-STREAM;q=0.5,application/json;q=0.9"])
-async def test_accept_in_other_words(accept: str) -> None:
+@pytest.mark.parametrize(
+    "accept", ["*/*", "application/*, text/*", "TEXT/EVENT-STREAM;q=0.5,application/json;q=0.9"]
+)
+async def test_accept_may_use_other_forms(accept: str) -> None:
     async with over_http(Lab().app, R4) as client:
         assert await client.result("tools/list", headers={"accept": accept})
 
 
-async def test_a_get_wants_a_stream() -> None:
+async def test_get_must_accept_a_stream() -> None:
     async with over_http(Lab().app, R4) as client:
-        answered = await client.exchange("GET", {**client.headers(), "accept": "application/json"}).started()
+        answered = await client.exchange(
+            "GET", {**client.headers(), "accept": "application/json"}
+        ).started()
     assert answered.status == 406
 
 
@@ -84,7 +101,7 @@ async def test_other_methods_are_405(method: str) -> None:
     assert "POST" in (answered.header("allow") or "")
 
 
-# --- Host and Origin (matrix 1.12, trap 49) --------------------------------------------------------------------------
+# --- Host and Origin (matrix 1.12, trap 49) -------------------------------------------------------
 
 EVIL = [
     {"host": "evil.example.com"},
@@ -102,10 +119,16 @@ EVIL = [
 
 @pytest.mark.parametrize("method", ["POST", "GET", "DELETE"])
 @pytest.mark.parametrize("evil", EVIL)
-async def test_foreign_names_are_403_for_every_method(method: str, evil: dict[str, str]) -> None:
+async def test_host_names_of_others_are_403_for_every_method(
+    method: str, evil: dict[str, str]
+) -> None:
     lab = Lab()
     async with over_http(lab.app, R4) as client:
-        body = json.dumps(request("tools/call", {"name": "look"})).encode() if method == "POST" else b""
+        body = (
+            json.dumps(request("tools/call", {"name": "look"})).encode()
+            if method == "POST"
+            else b""
+        )
         answered = await client.exchange(method, {**client.headers(), **evil}, body).started()
         assert "id" not in json.loads(await answered.read())
     assert (answered.status, lab.ran) == (403, [])
@@ -122,7 +145,7 @@ FRIENDS = [
 
 
 @pytest.mark.parametrize("friend", FRIENDS)
-async def test_names_of_the_loopback_are_ours(friend: dict[str, str]) -> None:
+async def test_host_names_of_the_loopback_are_ours(friend: dict[str, str]) -> None:
     async with over_http(Lab().app, R4) as client:
         assert await client.result("tools/list", headers=friend)
 
@@ -135,7 +158,7 @@ async def test_doubled_hosts_and_origins_are_400() -> None:
             assert (await client.post(message, given).started()).status == 400
 
 
-# --- bodies ----------------------------------------------------------------------------------------------------------
+# --- bodies ---------------------------------------------------------------------------------------
 
 UNREADABLE = [
     (b"", -32700),
@@ -157,7 +180,7 @@ UNREADABLE = [
 
 
 @every_revision
-async def test_an_invalid_message_is_400(revision: str) -> None:
+async def test_invalid_message_is_400(revision: str) -> None:
     async with over_http(Lab().app, revision) as client:
         for body, code in UNREADABLE:
             answered = await client.post(body).started()
@@ -170,7 +193,7 @@ async def test_an_invalid_message_is_400(revision: str) -> None:
 @every_revision
 @pytest.mark.parametrize("id", [None, True, False, 1.5, [], {}])
 async def test_invalid_ids_are_400(revision: str, id: Any) -> None:
-    """Trap 13: `id: null` is neither a notification nor a request."""
+    """Trap 13: `id: null` is not a notification, and not a request."""
     lab = Lab()
     async with over_http(lab.app, revision) as client:
         message = {**client.message("tools/call", {"name": "look"}), "id": id}
@@ -190,7 +213,7 @@ async def test_ids_are_echoed_with_their_type(revision: str, id: Any) -> None:
 
 @every_revision
 @pytest.mark.parametrize("params", [[], ["look"], "look", 5])
-async def test_params_are_an_object(revision: str, params: Any) -> None:
+async def test_params_must_be_an_object(revision: str, params: Any) -> None:
     """Matrix 1.2: no params by position."""
     async with over_http(Lab().app, revision) as client:
         status, code = await refused(client.post(request("tools/call", params)))
@@ -198,7 +221,7 @@ async def test_params_are_an_object(revision: str, params: Any) -> None:
 
 
 @every_revision
-async def test_a_body_that_is_too_long_is_413(revision: str) -> None:
+async def test_body_that_is_too_long_is_413(revision: str) -> None:
     lab = Lab(limits=Limits(bytes_in=2000))
     async with over_http(lab.app, revision) as client:
         message = client.message("tools/call", {"name": "look", "arguments": {"x": "y" * 3000}})
@@ -206,36 +229,42 @@ async def test_a_body_that_is_too_long_is_413(revision: str) -> None:
         told = {**client.headers(message), "content-length": str(len(data))}
         assert (await client.exchange("POST", told, data).started()).status == 413
         pieces = [data[start : start + 500] for start in range(0, len(data), 500)]
-        assert (await client.exchange("POST", client.headers(message), pieces).started()).status == 413
+        assert (
+            await client.exchange("POST", client.headers(message), pieces).started()
+        ).status == 413
     assert lab.ran == []
 
 
-async def test_a_body_in_pieces_is_a_body() -> None:
+async def test_body_may_arrive_in_pieces() -> None:
     async with over_http(Lab().app, R4) as client:
         data = json.dumps(request("tools/list")).encode()
-        answered = await client.exchange("POST", None, [data[:9], b"", data[9:20], data[20:]]).json()
+        answered = await client.exchange(
+            "POST", None, [data[:9], b"", data[9:20], data[20:]]
+        ).json()
     assert answered["result"]["tools"]
 
 
-async def test_a_body_that_does_not_come_is_408() -> None:
+async def test_body_that_does_not_arrive_is_408() -> None:
     async with over_http(Lab(limits=Limits(body_time=1)).app, R5) as client:
         stalled = Exchange(client.asgi, "POST", BASIC, iter([b"{"]))
-        stalled._chunks = []  # and nothing ever comes
+        stalled._chunks = []  # the body never arrives
         assert (await stalled.started()).status == 408
 
 
-async def test_a_deep_body_is_refused() -> None:
+async def test_deep_body_is_refused() -> None:
     deep = b'{"jsonrpc":"2.0","id":1,"result":' + b"[" * 500 + b"]" * 500 + b"}"
     async with over_http(Lab().app, R4) as client:
         assert (await client.post(deep).started()).status == 400
 
 
-# --- the version header ----------------------------------------------------------------------------------------------
+# --- the version header ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", ["1999-01-01", "v9", "", "2025-11-25, 2025-11-25", "2025-11-25 x"])
+@pytest.mark.parametrize(
+    "version", ["1999-01-01", "v9", "", "2025-11-25, 2025-11-25", "2025-11-25 x"]
+)
 @pytest.mark.parametrize("method", ["POST", "GET", "DELETE"])
-async def test_an_unknown_version_is_400(version: str, method: str) -> None:
+async def test_unknown_version_is_400(version: str, method: str) -> None:
     """Matrix 1.1: MUST 400, whatever is sent with it."""
     lab = Lab()
     async with over_http(lab.app, R4) as client:
@@ -243,13 +272,17 @@ async def test_an_unknown_version_is_400(version: str, method: str) -> None:
         if method != "POST":
             assert (await client.exchange(method, headers).started()).status == 400
             return
-        for message in (request("tools/call", {"name": "look"}), notification("notifications/initialized"), response("x")):
+        for message in (
+            request("tools/call", {"name": "look"}),
+            notification("notifications/initialized"),
+            response("x"),
+        ):
             assert (await client.post(message, headers).started()).status == 400
     assert lab.ran == []
 
 
 @every_revision
-async def test_a_doubled_version_is_400(revision: str) -> None:
+async def test_doubled_version_is_400(revision: str) -> None:
     lab = Lab()
     async with over_http(lab.app, revision) as client:
         message = client.message("tools/call", {"name": "look"})
@@ -265,10 +298,12 @@ async def test_initialize_may_have_headers_of_other_revisions() -> None:
         told = {**BASIC, "mcp-protocol-version": R3, "mcp-method": "wrong"}
         answered = await client.post(hello(R2), told).started()
         assert (await answered.json())["result"]["protocolVersion"] == R2
-        assert await client.result("tools/list", headers={"mcp-method": "tools/call", "mcp-name": "x"})
+        assert await client.result(
+            "tools/list", headers={"mcp-method": "tools/call", "mcp-name": "x"}
+        )
 
 
-# --- headers of 2026-07-28 (matrix 1.11, 2.5; traps 22, 28 to 32) ----------------------------------------------------
+# --- headers of 2026-07-28 (matrix 1.11, 2.5; traps 22, 28 to 32) ---------------------------------
 
 
 WRONG = [
@@ -293,11 +328,15 @@ WRONG = [
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-async def test_headers_that_do_not_repeat_the_body_are_refused(wrong: dict[str, str | None]) -> None:
+async def test_headers_that_do_not_repeat_the_body_are_refused(
+    wrong: dict[str, str | None],
+) -> None:
     lab = Lab()
     async with over_http(lab.app) as client:
         headers = {**client.headers(call()), **wrong}
-        answered = await client.post(call(), {n: v for n, v in headers.items() if v is not None}).started()
+        answered = await client.post(
+            call(), {n: v for n, v in headers.items() if v is not None}
+        ).started()
         told = await answered.json()
     assert (answered.status, told["id"], told["error"]["code"], lab.ran) == (400, 5, -32020, [])
 
@@ -307,15 +346,22 @@ async def test_doubled_headers_are_refused(name: str) -> None:
     lab = Lab()
     async with over_http(lab.app) as client:
         headers = client.headers(call())
-        assert (await client.post(call(), pairs(headers, (name, headers[name]))).started()).status == 400
+        assert (
+            await client.post(call(), pairs(headers, (name, headers[name]))).started()
+        ).status == 400
     assert lab.ran == []
 
 
 @pytest.mark.parametrize(
     "right",
-    [{"mcp-name": "  look\t"}, {"MCP-NAME": "look"}, {"mcp-name": "=?base64?bG9vaw==?="}, {"mcp-method": " tools/call "}],
+    [
+        {"mcp-name": "  look\t"},
+        {"MCP-NAME": "look"},
+        {"mcp-name": "=?base64?bG9vaw==?="},
+        {"mcp-method": " tools/call "},
+    ],
 )
-async def test_blanks_case_of_names_and_base64_do_not_matter(right: dict[str, str]) -> None:
+async def test_headers_may_differ_in_blanks_case_of_names_and_base64(right: dict[str, str]) -> None:
     async with over_http(Lab().app) as client:
         names = {name.lower() for name in right}
         headers = {n: v for n, v in client.headers(call()).items() if n not in names}
@@ -327,9 +373,10 @@ def base64ed(text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("method", "member", "name"), [("prompts/get", "name", "grüße"), ("resources/read", "uri", "test://ä b")]
+    ("method", "member", "name"),
+    [("prompts/get", "name", "grüße"), ("resources/read", "uri", "test://ä b")],
 )
-async def test_names_that_a_header_cannot_carry_come_as_base64(method: str, member: str, name: str) -> None:
+async def test_headers_carry_special_names_as_base64(method: str, member: str, name: str) -> None:
     message = enveloped(method, {member: name})
     async with over_http(Lab().app) as client:
         told = {**BASIC, **repeated(message), "mcp-name": base64ed(name)}
@@ -344,9 +391,27 @@ async def test_methods_without_a_name_need_no_name_header(method: str) -> None:
 
 
 LADDER = [
-    ("no envelope beats everything", request("no/such", {}, 5), {"mcp-protocol-version": R5}, 400, -32602),
-    ("no capabilities", request("no/such", {"_meta": {f"{PREFIX}protocolVersion": "v9"}}, 5), {}, 400, -32602),
-    ("headers beat the version", enveloped("no/such", id=5, version="v9"), {"mcp-protocol-version": R5}, 400, -32020),
+    (
+        "no envelope beats everything",
+        request("no/such", {}, 5),
+        {"mcp-protocol-version": R5},
+        400,
+        -32602,
+    ),
+    (
+        "no capabilities",
+        request("no/such", {"_meta": {f"{PREFIX}protocolVersion": "v9"}}, 5),
+        {},
+        400,
+        -32602,
+    ),
+    (
+        "headers beat the version",
+        enveloped("no/such", id=5, version="v9"),
+        {"mcp-protocol-version": R5},
+        400,
+        -32020,
+    ),
     (
         "the version beats the method",
         enveloped("no/such", id=5, version="v9"),
@@ -355,15 +420,31 @@ LADDER = [
         -32022,
     ),
     ("the method", enveloped("no/such", id=5), repeated({"method": "no/such"}), 404, -32601),
-    ("a body with an envelope is modern without headers", enveloped("tools/list", id=5), {}, 400, -32020),
-    ("whatever the header says", enveloped("tools/list", id=5), {"mcp-protocol-version": R4}, 400, -32020),
+    (
+        "a body with an envelope is modern without headers",
+        enveloped("tools/list", id=5),
+        {},
+        400,
+        -32020,
+    ),
+    (
+        "whatever the header says",
+        enveloped("tools/list", id=5),
+        {"mcp-protocol-version": R4},
+        400,
+        -32020,
+    ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("message", "headers", "status", "code"), [row[1:] for row in LADDER], ids=[row[0] for row in LADDER]
+    ("message", "headers", "status", "code"),
+    [row[1:] for row in LADDER],
+    ids=[row[0] for row in LADDER],
 )
-async def test_the_order_of_the_checks(message: Any, headers: dict[str, str], status: int, code: int) -> None:
+async def test_checks_run_in_the_specified_order(
+    message: Any, headers: dict[str, str], status: int, code: int
+) -> None:
     """Trap 22; every error echoes the id."""
     async with over_http(Lab().app) as client:
         answered = await client.post(message, {**BASIC, **headers}).started()
@@ -407,7 +488,9 @@ PARAMS: list[tuple[dict[str, Any], dict[str, str], bool]] = [
 
 
 @pytest.mark.parametrize(("arguments", "headers", "agree"), PARAMS)
-async def test_marked_arguments_are_repeated(arguments: dict[str, Any], headers: dict[str, str], agree: bool) -> None:
+async def test_marked_arguments_are_repeated(
+    arguments: dict[str, Any], headers: dict[str, str], agree: bool
+) -> None:
     lab = Lab()
     message = call("region", **arguments)
     async with over_http(lab.app) as client:
@@ -419,7 +502,7 @@ async def test_marked_arguments_are_repeated(arguments: dict[str, Any], headers:
         assert (answered.status, told["error"]["code"], lab.ran) == (400, -32020, [])
 
 
-async def test_a_doubled_argument_header_is_refused() -> None:
+async def test_doubled_argument_header_is_refused() -> None:
     message = call("region", place="eu")
     async with over_http(Lab().app) as client:
         told = pairs(client.headers(message), ("mcp-param-place", "eu"), ("mcp-param-place", "eu"))
@@ -427,30 +510,34 @@ async def test_a_doubled_argument_header_is_refused() -> None:
 
 
 @legacy
-async def test_older_revisions_do_not_look_at_these_headers(revision: str) -> None:
+async def test_headers_of_2026_07_28_are_ignored_at_older_revisions(revision: str) -> None:
     async with over_http(Lab().app, revision) as client:
-        assert await client.tool("region", {"place": "eu"}, headers={"mcp-param-place": "us", "mcp-name": "x"})
+        assert await client.tool(
+            "region", {"place": "eu"}, headers={"mcp-param-place": "us", "mcp-name": "x"}
+        )
 
 
-# --- the rest of 2026-07-28 ------------------------------------------------------------------------------------------
+# --- the rest of 2026-07-28 -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["GET", "DELETE"])
-async def test_there_is_only_post(method: str) -> None:
+async def test_methods_other_than_post_are_refused_at_2026_07_28(method: str) -> None:
     async with over_http(Lab().app) as client:
         answered = await client.exchange(method, {**BASIC, "mcp-protocol-version": R5}).started()
     assert (answered.status, answered.header("allow")) == (405, "POST")
 
 
-async def test_a_response_is_not_for_a_server_that_asks_nothing() -> None:
+async def test_response_is_refused_at_2026_07_28() -> None:
     """Matrix 2.4: array or response => 400."""
     async with over_http(Lab().app) as client:
         assert (await client.post(response("x")).started()).status == 400
 
 
-async def test_a_notification_is_taken_without_headers_and_checked_with_them() -> None:
+async def test_notification_is_taken_without_headers_and_checked_with_them() -> None:
     """Open point 9: accept without; validate if present."""
-    message = notification("notifications/cancelled", {"requestId": 1, "_meta": {f"{PREFIX}protocolVersion": R5}})
+    message = notification(
+        "notifications/cancelled", {"requestId": 1, "_meta": {f"{PREFIX}protocolVersion": R5}}
+    )
     async with over_http(Lab().app) as client:
         answered = await client.post(message, {**BASIC, "mcp-protocol-version": R5}).started()
         assert (answered.status, await answered.read()) == (202, b"")
@@ -465,7 +552,7 @@ async def test_sessions_and_event_ids_are_ignored_and_never_made() -> None:
         assert client.last.header("mcp-session-id") is None
 
 
-async def test_nothing_is_remembered_between_requests() -> None:
+async def test_requests_share_no_state_at_2026_07_28() -> None:
     """Matrix 1.1: a server infers nothing from earlier requests."""
     async with over_http(Lab().app, capabilities={"sampling": {}}) as client:
         await client.tool("many", {"count": 1}, meta={f"{PREFIX}logLevel": "debug"})
@@ -475,10 +562,18 @@ async def test_nothing_is_remembered_between_requests() -> None:
 
 
 @pytest.mark.parametrize("revision", [R1, R2, R3, R4])
-async def test_no_session_no_header_is_2025_03_26(revision: str) -> None:
-    """Without anything that tells: 2025-03-26. With a version header of an older revision: that one."""
+async def test_revision_without_a_session_and_a_header_is_2025_03_26(revision: str) -> None:
+    """Without any sign of a revision: 2025-03-26.
+
+    With a version header of an older revision: that one.
+    """
     async with over_http(Lab().app) as client:
         bare = await client.post(request("tools/list"), BASIC).json()
-        assert "annotations" in bare["result"]["tools"][0] and "title" not in bare["result"]["tools"][0]
-        told = await client.post(request("tools/list"), {**BASIC, "mcp-protocol-version": revision}).json()
+        assert (
+            "annotations" in bare["result"]["tools"][0]
+            and "title" not in bare["result"]["tools"][0]
+        )
+        told = await client.post(
+            request("tools/list"), {**BASIC, "mcp-protocol-version": revision}
+        ).json()
         assert ("annotations" in told["result"]["tools"][0]) == (revision != R1)

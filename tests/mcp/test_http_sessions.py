@@ -27,7 +27,7 @@ from wirecall.errors import InvalidRequest
 from wirecall.mcp.revisions import REVISIONS
 from wirecall.mcp.server.changes import Subscribed
 from wirecall.mcp.server.peer import Session
-from wirecall.mcp.server.sessions import LIFETIME, Seals, Sessions
+from wirecall.mcp.server.sessions import LIFETIME, Sealer, Sessions
 from wirecall.transports.request import HttpError
 
 
@@ -38,13 +38,13 @@ def interface(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 @legacy
-async def test_a_session_id_is_visible_ascii(revision: str) -> None:
+async def test_session_id_is_visible_ascii(revision: str) -> None:
     async with over_http(Lab().app, revision) as client, over_http(Lab().app, revision) as other:
         assert client.session and all("\x21" <= sign <= "\x7e" for sign in client.session)
         assert client.session != other.session
 
 
-async def test_two_sessions_have_two_ids() -> None:
+async def test_session_ids_differ() -> None:
     async with over_http(Lab().app, R4) as client:
         again = await client.post(hello(R4), BASIC).started()
         assert again.header("mcp-session-id") not in (None, client.session)
@@ -52,45 +52,57 @@ async def test_two_sessions_have_two_ids() -> None:
 
 @legacy
 @pytest.mark.parametrize("method", ["POST", "GET", "DELETE"])
-async def test_an_unknown_session_is_404(revision: str, method: str) -> None:
+async def test_unknown_session_is_404(revision: str, method: str) -> None:
     lab = Lab()
     async with over_http(lab.app, revision) as client:
-        body = json.dumps(request("tools/call", {"name": "look"})).encode() if method == "POST" else b""
+        body = (
+            json.dumps(request("tools/call", {"name": "look"})).encode()
+            if method == "POST"
+            else b""
+        )
         for token in ("nobody", "a.b", "..", "%00", "é"):
-            answered = await client.exchange(method, {**client.headers(), "mcp-session-id": token}, body).started()
+            answered = await client.exchange(
+                method, {**client.headers(), "mcp-session-id": token}, body
+            ).started()
             assert (token, answered.status, lab.ran) == (token, 404, [])
 
 
-async def test_a_session_id_that_was_changed_is_404() -> None:
+async def test_session_id_that_was_changed_is_404() -> None:
     async with over_http(Lab().app, R4) as client:
         assert client.session
         for place in range(0, len(client.session), 7):
             sign = "A" if client.session[place] != "A" else "B"
             forged = client.session[:place] + sign + client.session[place + 1 :]
-            answered = await client.post(request("ping"), {**client.headers(), "mcp-session-id": forged}).started()
+            answered = await client.post(
+                request("ping"), {**client.headers(), "mcp-session-id": forged}
+            ).started()
             assert answered.status == 404, place
 
 
-async def test_a_doubled_session_is_400() -> None:
+async def test_doubled_session_is_400() -> None:
     async with over_http(Lab().app, R4) as client:
         told = pairs(client.headers(), ("mcp-session-id", client.session or ""))
         assert (await client.post(request("ping"), told).started()).status == 400
 
 
 @legacy
-async def test_an_ended_session_is_404_for_everything(revision: str) -> None:
+async def test_ended_session_is_404_for_everything(revision: str) -> None:
     lab = Lab()
     async with over_http(lab.app, revision) as client:
         ended = await client.exchange("DELETE").started()
         assert ended.status in (200, 204)
-        for message in (request("tools/call", {"name": "look"}), notification("notifications/initialized"), response("s")):
+        for message in (
+            request("tools/call", {"name": "look"}),
+            notification("notifications/initialized"),
+            response("s"),
+        ):
             assert (await client.post(message).started()).status == 404
         assert (await client.listen().started()).status == 404
         assert (await client.exchange("DELETE").started()).status == 404
     assert lab.ran == []
 
 
-async def test_an_ended_session_ends_its_stream() -> None:
+async def test_ended_session_ends_its_stream() -> None:
     async with over_http(Lab().app, R4) as client:
         stream = await client.listen().started()
         assert stream.status == 200
@@ -99,12 +111,14 @@ async def test_an_ended_session_ends_its_stream() -> None:
 
 
 @pytest.mark.parametrize("method", ["GET", "DELETE"])
-async def test_without_a_session_there_is_no_stream(method: str) -> None:
+async def test_stream_needs_a_session(method: str) -> None:
     """Matrix 2.3: SSE or 405; with a version that has sessions, a missing one is 400."""
     async with over_http(Lab().app, R5) as client:
         stream = {**BASIC, "accept": "text/event-stream"}
         assert (await client.exchange(method, stream).started()).status in (400, 405)
-        assert (await client.exchange(method, {**stream, "mcp-protocol-version": R4}).started()).status == 400
+        assert (
+            await client.exchange(method, {**stream, "mcp-protocol-version": R4}).started()
+        ).status == 400
 
 
 async def test_initialize_with_an_old_session_starts_a_new_one() -> None:
@@ -114,31 +128,37 @@ async def test_initialize_with_an_old_session_starts_a_new_one() -> None:
         assert (answered.status, bool(answered.header("mcp-session-id"))) == (200, True)
 
 
-async def test_an_old_session_is_404(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_old_session_is_404(monkeypatch: pytest.MonkeyPatch) -> None:
     from wirecall.mcp.server import sessions
 
     monkeypatch.setattr(sessions, "LIFETIME", -1.0)
     async with over_http(Lab().app, R5) as client:
         session = (await client.post(hello(R4), BASIC).started()).header("mcp-session-id") or ""
-        assert (await client.post(request("ping"), {**BASIC, "mcp-session-id": session}).started()).status == 404
+        assert (
+            await client.post(request("ping"), {**BASIC, "mcp-session-id": session}).started()
+        ).status == 404
 
 
 def who(headers: Mapping[str, str]) -> str | None:
     return headers.get("authorization")
 
 
-async def test_a_session_belongs_to_its_caller() -> None:
+async def test_session_belongs_to_its_caller() -> None:
     lab = Lab(authenticate=who)
     async with over_http(lab.app, R4, headers={"authorization": "ann"}) as client:
         bob = {**client.headers(), "authorization": "bob"}
-        assert (await client.post(request("tools/call", {"name": "look"}), bob).started()).status == 404
+        assert (
+            await client.post(request("tools/call", {"name": "look"}), bob).started()
+        ).status == 404
         assert (await client.exchange("DELETE", bob).started()).status == 404
-        assert (await client.exchange("GET", {**bob, "accept": "text/event-stream"}).started()).status == 404
+        assert (
+            await client.exchange("GET", {**bob, "accept": "text/event-stream"}).started()
+        ).status == 404
         assert lab.ran == []
         assert await client.tool("look")
 
 
-async def test_a_request_without_credentials_is_401() -> None:
+async def test_request_without_credentials_is_401() -> None:
     lab = Lab(authenticate=who)
     async with over_http(lab.app, R5, headers={"authorization": "ann"}) as client:
         for method in ("POST", "GET", "DELETE"):
@@ -146,18 +166,22 @@ async def test_a_request_without_credentials_is_401() -> None:
             assert (answered.status, answered.header("www-authenticate")) == (401, "Bearer")
 
 
-async def test_any_worker_serves_any_session() -> None:
+async def test_session_is_served_by_any_worker() -> None:
     """The session id contains the negotiated terms."""
-    one, two, stranger = Lab(secret="s3cret"), Lab(secret="s3cret"), Lab(secret="another")
+    one = Lab(secret="s3cret")
+    two = Lab(secret="s3cret")
+    stranger = Lab(secret="another")
     async with over_http(one.app, R2, capabilities={"sampling": {}}) as client:
         for lab, status in ((two, 200), (stranger, 404)):
             elsewhere = HttpClient(lab.app.asgi(), R2)
-            answered = await elsewhere.post([request("tools/call", {"name": "look"})], client.headers()).started()
+            answered = await elsewhere.post(
+                [request("tools/call", {"name": "look"})], client.headers()
+            ).started()
             assert answered.status == status
     assert (two.ran, stranger.ran) == (["look"], [])
 
 
-async def test_an_id_is_in_use_until_it_is_answered() -> None:
+async def test_id_is_in_use_until_it_is_answered() -> None:
     lab = Lab()
     async with over_http(lab.app, R4) as client:
         first = client.post(request("tools/call", {"name": "wait"}, 7))
@@ -170,7 +194,7 @@ async def test_an_id_is_in_use_until_it_is_answered() -> None:
 
 
 @every_revision
-async def test_an_id_is_in_use_on_a_pipe_until_it_is_answered(revision: str) -> None:
+async def test_id_is_in_use_on_a_pipe_until_it_is_answered(revision: str) -> None:
     lab = Lab()
     async with over_stdio(lab.app, revision) as client:
         client.write(client.message("tools/call", {"name": "wait"}, 7))
@@ -187,9 +211,10 @@ async def test_an_id_is_in_use_on_a_pipe_until_it_is_answered(revision: str) -> 
 
 @every_revision
 @pytest.mark.parametrize(
-    "params", [None, {}, {"requestId": 99}, {"requestId": None}, {"requestId": [7]}, {"requestId": 7.5}]
+    "params",
+    [None, {}, {"requestId": 99}, {"requestId": None}, {"requestId": [7]}, {"requestId": 7.5}],
 )
-async def test_a_cancellation_of_an_unknown_request_is_ignored(revision: str, params: Any) -> None:
+async def test_cancellation_of_an_unknown_request_is_ignored(revision: str, params: Any) -> None:
     lab = Lab()
     async with over_stdio(lab.app, revision) as client:
         client.write(client.message("tools/call", {"name": "wait"}, 7))
@@ -203,7 +228,7 @@ async def test_a_cancellation_of_an_unknown_request_is_ignored(revision: str, pa
     assert [line["id"] for line in lines] == [7]
 
 
-async def test_cancelling_is_for_ones_own_calls() -> None:
+async def test_cancellation_is_only_for_the_session_s_own_calls() -> None:
     lab = Lab()
     async with over_http(lab.app, R4) as client:
         first = client.post(request("tools/call", {"name": "wait"}, 7))
@@ -217,7 +242,7 @@ async def test_cancelling_is_for_ones_own_calls() -> None:
 
 
 @legacy
-async def test_a_cancelled_call_is_not_answered(revision: str) -> None:
+async def test_cancelled_call_is_not_answered(revision: str) -> None:
     lab = Lab()
     async with over_http(lab.app, revision) as client:
         first = client.post(request("tools/call", {"name": "wait"}, 7))
@@ -228,16 +253,18 @@ async def test_a_cancelled_call_is_not_answered(revision: str) -> None:
 
 
 @legacy
-async def test_a_notification_is_202_without_a_body(revision: str) -> None:
+async def test_notification_is_202_without_a_body(revision: str) -> None:
     async with over_http(Lab().app, revision) as client:
         for message in (notification("notifications/initialized"), response("nobody asked")):
             answered = await client.post(message).started()
             assert (answered.status, await answered.read()) == (202, b"")
 
 
-async def test_a_token_that_was_accepted_before_is_refused_when_it_is_over() -> None:
+async def test_session_token_that_was_accepted_is_refused_once_it_has_expired() -> None:
     now = [1000.0]
-    sessions = Sessions(Seals("secret", clock=lambda: now[0]), lambda _: False, (), Subscribed(1000))
+    sessions = Sessions(
+        Sealer("secret", clock=lambda: now[0]), lambda _: False, (), Subscribed(1000)
+    )
     token = sessions.token("ann", Session(REVISIONS[R4]))
     known = sessions.find("ann", token)
     assert sessions.find("ann", token) is known
@@ -249,7 +276,7 @@ async def test_a_token_that_was_accepted_before_is_refused_when_it_is_over() -> 
 
 
 @legacy
-async def test_a_plain_function_that_returns_an_awaitable_is_answered(revision: str) -> None:
+async def test_plain_function_that_returns_an_awaitable_is_answered(revision: str) -> None:
     app = make_app()
 
     async def later(fails: bool) -> str:
@@ -265,5 +292,7 @@ async def test_a_plain_function_that_returns_an_awaitable_is_answered(revision: 
     async with over_http(app, revision) as client:
         told = await client.post(request("tools/call", {"name": "begin"})).json()
         assert told["result"]["content"] == [{"type": "text", "text": "done"}]
-        told = await client.post(request("tools/call", {"name": "begin", "arguments": {"fails": True}})).json()
+        told = await client.post(
+            request("tools/call", {"name": "begin", "arguments": {"fails": True}})
+        ).json()
         assert told["error"]["code"] == -32600

@@ -32,10 +32,11 @@ from tests.mcp.asgi import (
 from tests.mcp.lab import READS, Lab, every_revision, legacy
 from wirecall import Context, Limits
 
-# --- streams of the older revisions ----------------------------------------------------------------------------------
+# --- streams of the older revisions ---------------------------------------------------------------
 
 
-only_asgi = pytest.mark.parametrize("interface", ["asgi"], indirect=True)  # for tests whose client does not read, or is cut
+# For tests whose client does not read, or is cut.
+only_asgi = pytest.mark.parametrize("interface", ["asgi"], indirect=True)
 
 
 @pytest.fixture(autouse=True, params=rsgi.INTERFACES)
@@ -45,7 +46,7 @@ def interface(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 @every_revision
-async def test_an_answer_is_json_until_something_comes_before_it(revision: str) -> None:
+async def test_answer_is_json_until_something_comes_before_it(revision: str) -> None:
     async with over_http(Lab().app, revision) as client:
         await client.tool("look")
         first = client.last
@@ -57,11 +58,15 @@ async def test_an_answer_is_json_until_something_comes_before_it(revision: str) 
 
 
 @every_revision
-async def test_the_shape_of_events(revision: str) -> None:
-    """A priming event at 2025-11-25 alone; ids where a stream can be resumed; neither id nor retry at 2026-07-28."""
+async def test_shape_of_events(revision: str) -> None:
+    """A priming event at 2025-11-25 only; ids if a stream can be resumed; no id or retry at
+    2026-07-28.
+    """
     async with over_http(Lab().app, revision) as client:
         message = client.message(
-            "tools/call", {"name": "many", "arguments": {"count": 2}}, meta={f"{PREFIX}logLevel": "debug"}
+            "tools/call",
+            {"name": "many", "arguments": {"count": 2}},
+            meta={f"{PREFIX}logLevel": "debug"},
         )
         events = await client.post(message).events()
     primed = [event for event in events if not event.data]
@@ -78,12 +83,18 @@ async def test_the_shape_of_events(revision: str) -> None:
 
 
 @pytest.mark.parametrize("revision", [R2, R3, R4])
-async def test_a_stream_that_was_cut_is_resumed(revision: str) -> None:
-    """The call goes on; a GET with Last-Event-ID brings what came later, once."""
+async def test_stream_that_was_cut_is_resumed(revision: str) -> None:
+    """The call continues; a GET with Last-Event-ID returns the later events, once."""
     lab = Lab()
     async with over_http(lab.app, revision) as client:
-        cut = client.post(client.message("tools/call", {"name": "stream", "arguments": {"count": 3}}, 7))
-        seen = [event for event in [await cut.event() for _ in range(3 if revision == R4 else 2)] if event and event.data]
+        cut = client.post(
+            client.message("tools/call", {"name": "stream", "arguments": {"count": 3}}, 7)
+        )
+        seen = [
+            event
+            for event in [await cut.event() for _ in range(3 if revision == R4 else 2)]
+            if event and event.data
+        ]
         await lab.wait_for(lab.entered)
         cut.leave()
         resumed = await client.listen(seen[-1].id).started()
@@ -98,7 +109,7 @@ async def test_a_stream_that_was_cut_is_resumed(revision: str) -> None:
 
 
 @pytest.mark.parametrize("revision", [R2, R3, R4])
-async def test_an_answer_that_arrives_without_a_reader_is_kept(revision: str) -> None:
+async def test_answer_without_a_reader_is_kept(revision: str) -> None:
     lab = Lab()
     async with over_http(lab.app, revision) as client:
         cut = client.post(client.message("tools/call", {"name": "stream"}, 7))
@@ -107,13 +118,17 @@ async def test_an_answer_that_arrives_without_a_reader_is_kept(revision: str) ->
         cut.leave()
         lab.gate.set()
         await lab.wait_for(lab.over)
-        messages = [json.loads(event.data) for event in await client.listen(first.id).events() if event.data]
+        messages = [
+            json.loads(event.data) for event in await client.listen(first.id).events() if event.data
+        ]
         assert messages[-1]["result"]["content"][0]["text"] == "streamed"
-        again = [json.loads(event.data) for event in await client.listen(first.id).events() if event.data]
+        again = [
+            json.loads(event.data) for event in await client.listen(first.id).events() if event.data
+        ]
     assert again == messages
 
 
-async def test_events_of_one_session_are_not_for_another() -> None:
+async def test_events_are_not_sent_to_another_session() -> None:
     lab = Lab()
     lab.gate.set()
     async with over_http(lab.app, R4) as client:
@@ -125,36 +140,38 @@ async def test_events_of_one_session_are_not_for_another() -> None:
 
 
 @pytest.mark.parametrize("last", ["nobody.1", "x", "", "1", "..", "nobody.-1"])
-async def test_an_unknown_event_id_does_not_end_the_session(last: str) -> None:
-    """404 would tell the client that its session is over (trap 44), and it is not."""
+async def test_unknown_event_id_does_not_end_the_session(last: str) -> None:
+    """404 would mean that the session is over (trap 44), and it is not."""
     async with over_http(Lab().app, R4) as client:
         answered = await client.listen(last).started()
         assert answered.status in (200, 400)
         assert await client.result("ping") == {}
 
 
-async def test_ids_of_events_are_unique_in_a_session() -> None:
+async def test_event_ids_are_unique_in_a_session() -> None:
     """Trap 47: an id is the cursor of one stream."""
     lab = Lab()
     lab.gate.set()
     async with over_http(lab.app, R4) as client:
         ids = []
         for id in range(3):
-            events = await client.post(client.message("tools/call", {"name": "stream"}, id)).events()
+            events = await client.post(
+                client.message("tools/call", {"name": "stream"}, id)
+            ).events()
             ids += [event.id for event in events]
     assert len(set(ids)) == len(ids)
 
 
 @only_asgi
-async def test_a_reader_misses_no_event_however_fast_they_are_sent() -> None:
+async def test_reader_misses_no_event_however_fast_they_are_sent() -> None:
     async with over_http(Lab().app, R4) as client:
         await client.tool("many", {"count": 1500})
     assert [params["data"] for params in client.told("notifications/message")] == list(range(1500))
 
 
 @legacy
-async def test_an_answer_that_comes_while_an_event_is_on_its_way_follows_it(revision: str) -> None:
-    """The call ends while its client is still reading what came before."""
+async def test_answer_follows_an_event_that_is_still_pending(revision: str) -> None:
+    """The call ends while its client is still reading earlier events."""
     lab = Lab()
     async with over_http(lab.app, revision) as client:
         stream = client.post(client.message("tools/call", {"name": "stream"}, 7))
@@ -167,8 +184,10 @@ async def test_an_answer_that_comes_while_an_event_is_on_its_way_follows_it(revi
 
 
 @legacy
-async def test_a_server_hangs_up_at_2025_11_25_alone(revision: str) -> None:
-    """Matrix 2.3: an early end of the connection MAY come there, after `retry`; earlier it SHOULD NOT."""
+async def test_server_hangs_up_only_at_2025_11_25(revision: str) -> None:
+    """Matrix 2.3: there a server MAY end the connection early, after `retry`; before, it SHOULD
+    NOT.
+    """
     lab = Lab()
     async with over_http(lab.app, revision) as client:
         stream = client.post(client.message("tools/call", {"name": "hang"}, 7))
@@ -184,15 +203,15 @@ async def test_a_server_hangs_up_at_2025_11_25_alone(revision: str) -> None:
     assert [message["id"] for message in later] == [7]
 
 
-async def test_a_tool_that_hangs_up_ends_nothing_at_2026_07_28() -> None:
+async def test_tool_that_hangs_up_does_not_end_the_stream_at_2026_07_28() -> None:
     lab = Lab()
     lab.gate.set()
     async with over_http(lab.app, R5) as client:
         assert (await client.tool("hang"))["content"][0]["text"] == "after"
 
 
-async def test_each_message_is_on_one_stream() -> None:
-    """Trap 47: a client with two GET streams hears of a change once."""
+async def test_message_is_sent_on_one_stream() -> None:
+    """Trap 47: a client with two GET streams receives a change once."""
     lab = Lab()
     async with over_http(lab.app, R4) as client:
         streams = [await client.listen().started(), await client.listen().started()]
@@ -204,11 +223,14 @@ async def test_each_message_is_on_one_stream() -> None:
             stream.leave()
         client.exchange("DELETE")
         heard = [part for stream in streams if stream.status == 200 for part in _arrived(stream)]
-    assert sorted(heard) == ["notifications/prompts/list_changed", "notifications/tools/list_changed"]
+    assert sorted(heard) == [
+        "notifications/prompts/list_changed",
+        "notifications/tools/list_changed",
+    ]
 
 
 async def _quiet(client: HttpClient) -> None:
-    """Some rounds through the server, so that what is on its way has arrived."""
+    """Make some rounds through the server, so that pending messages have arrived."""
     for _ in range(5):
         await client.result("ping")
 
@@ -218,15 +240,19 @@ def _arrived(stream: Exchange) -> list[str]:
     while not stream._parts.empty():
         parts.append(stream._parts.get_nowait() or b"")
     lines = b"".join(parts).decode().splitlines()
-    return [json.loads(line.removeprefix("data:"))["method"] for line in lines if line.startswith("data:")]
+    return [
+        json.loads(line.removeprefix("data:"))["method"]
+        for line in lines
+        if line.startswith("data:")
+    ]
 
 
-# --- disconnects (trap 34) -------------------------------------------------------------------------------------------
+# --- disconnects (trap 34) ------------------------------------------------------------------------
 
 
 @every_revision
 @pytest.mark.parametrize("tool", ["wait", "stream"])
-async def test_leaving_is_cancelling_at_2026_07_28_alone(revision: str, tool: str) -> None:
+async def test_disconnect_cancels_only_at_2026_07_28(revision: str, tool: str) -> None:
     lab = Lab()
     async with over_http(lab.app, revision) as client:
         message = client.message("tools/call", {"name": tool}, 7, {f"{PREFIX}logLevel": "debug"})
@@ -236,12 +262,19 @@ async def test_leaving_is_cancelling_at_2026_07_28_alone(revision: str, tool: st
         if revision != R5:
             lab.gate.set()
         await lab.wait_for(lab.over)
-    assert lab.ran == (["cancelled"] if revision == R5 else ["waited" if tool == "wait" else "streamed"])
+    ended = "streamed"
+    if revision == R5:
+        ended = "cancelled"
+    elif tool == "wait":
+        ended = "waited"
+    assert lab.ran == [ended]
 
 
 @every_revision
-async def test_a_command_past_its_commit_point_outlives_its_caller(revision: str) -> None:
-    """commands.md: disconnect after it: the handler is shielded, finishes, its outcome is recorded, whatever it tells."""
+async def test_command_past_its_commit_point_outlives_its_caller(revision: str) -> None:
+    """commands.md: shielded from a disconnect, it finishes and its outcome is recorded, whatever it
+    sends.
+    """
     lab = Lab()
     async with over_http(lab.app, revision) as client:
         meta = {KEY: "k", "progressToken": 1}
@@ -255,10 +288,12 @@ async def test_a_command_past_its_commit_point_outlives_its_caller(revision: str
     assert lab.ran == ["paid"]
 
 
-async def test_a_command_on_a_pipe_outlives_its_caller() -> None:
+async def test_command_on_a_pipe_outlives_its_caller() -> None:
     lab = Lab()
     async with over_stdio(lab.app, R5) as client:
-        client.write(client.message("tools/call", {"name": "pay"}, 7, {KEY: "k", "progressToken": 1}))
+        client.write(
+            client.message("tools/call", {"name": "pay"}, 7, {KEY: "k", "progressToken": 1})
+        )
         await lab.wait_for(lab.entered)
         await client.notify("notifications/cancelled", {"requestId": 7})
         lab.gate.set()
@@ -266,15 +301,17 @@ async def test_a_command_on_a_pipe_outlives_its_caller() -> None:
     assert lab.ran == ["paid"]
 
 
-# --- clients that do not read, and limits ----------------------------------------------------------------------------
+# --- clients that do not read, and limits ---------------------------------------------------------
 
 
 @legacy
-async def test_a_call_does_not_wait_for_a_reader_that_is_gone(revision: str) -> None:
-    """More events than are kept: the call ends all the same."""
+async def test_call_does_not_wait_for_a_reader_that_has_left(revision: str) -> None:
+    """The call ends even if it sends more events than are kept."""
     lab = Lab()
     async with over_http(lab.app, revision) as client:
-        gone = client.post(client.message("tools/call", {"name": "stream", "arguments": {"count": 3000}}, 7))
+        gone = client.post(
+            client.message("tools/call", {"name": "stream", "arguments": {"count": 3000}}, 7)
+        )
         await gone.event()
         gone.leave()
         lab.gate.set()
@@ -284,12 +321,16 @@ async def test_a_call_does_not_wait_for_a_reader_that_is_gone(revision: str) -> 
 
 @only_asgi
 @pytest.mark.parametrize("revision", [R4, R5])
-async def test_a_client_that_does_not_read_is_disconnected(revision: str) -> None:
-    """Limits.write_time; until 2025-11-25 its call goes on, at 2026-07-28 it is over one way or the other."""
+async def test_client_that_does_not_read_is_disconnected(revision: str) -> None:
+    """Limits.write_time; until 2025-11-25 its call continues, at 2026-07-28 it completes or is
+    cancelled.
+    """
     lab = Lab(limits=Limits(write_time=1))
     async with over_http(lab.app, revision) as client:
         meta = {f"{PREFIX}logLevel": "debug"}
-        stuck = client.post(client.message("tools/call", {"name": "stream", "arguments": {"count": 3000}}, 7, meta))
+        stuck = client.post(
+            client.message("tools/call", {"name": "stream", "arguments": {"count": 3000}}, 7, meta)
+        )
         stuck.reads.clear()
         lab.gate.set()
         await lab.wait_for(lab.over)
@@ -301,12 +342,16 @@ async def test_a_client_that_does_not_read_is_disconnected(revision: str) -> Non
 
 
 @every_revision
-async def test_an_answer_comes_without_its_events_when_no_stream_is_left(revision: str) -> None:
-    """Limits.streams: the effect is made before the first event, so the call is answered, not refused."""
+async def test_answer_is_sent_without_its_events_when_all_streams_are_taken(revision: str) -> None:
+    """Limits.streams: the effect happens before the first event, so the call is answered, not
+    refused.
+    """
     lab = Lab(limits=Limits(streams=1))
     lab.gate.set()
     async with over_http(lab.app, revision) as client:
-        message = enveloped("subscriptions/listen", {"notifications": {"toolsListChanged": True}}, "l")
+        message = enveloped(
+            "subscriptions/listen", {"notifications": {"toolsListChanged": True}}, "l"
+        )
         standing = client.post(message, {**BASIC, **repeated(message)})
         await standing.message()
         first = await client.tool("pay", meta={KEY: "k", "progressToken": 1})
@@ -317,10 +362,12 @@ async def test_an_answer_comes_without_its_events_when_no_stream_is_left(revisio
 
 
 @every_revision
-async def test_an_answer_comes_without_its_events_when_the_server_stops(revision: str) -> None:
+async def test_answer_is_sent_without_its_events_when_the_server_stops(revision: str) -> None:
     lab = Lab()
     async with over_http(lab.app, revision) as client:
-        first = client.post(client.message("tools/call", {"name": "pay"}, 7, {KEY: "k", "progressToken": 1}))
+        first = client.post(
+            client.message("tools/call", {"name": "pay"}, 7, {KEY: "k", "progressToken": 1})
+        )
         await lab.wait_for(lab.entered)
         client.asgi.stop(20.0)  # type: ignore[attr-defined]
         lab.gate.set()
@@ -332,13 +379,16 @@ async def test_an_answer_comes_without_its_events_when_the_server_stops(revision
     assert lab.ran == ["paid"]
 
 
-async def test_an_array_is_answered_without_its_events_when_no_stream_is_left() -> None:
+async def test_array_is_answered_without_its_events_when_all_streams_are_taken() -> None:
     lab = Lab(limits=Limits(streams=1))
     lab.gate.set()
     async with over_http(lab.app, R2) as client:
         await (await client.listen().started())._part()
         meta = {"progressToken": 1, f"{PREFIX}logLevel": "debug"}
-        calls = [request("tools/call", {"name": name, "_meta": meta}, name) for name in ("pay", "stream", "hang", "look")]
+        calls = [
+            request("tools/call", {"name": name, "_meta": meta}, name)
+            for name in ("pay", "stream", "hang", "look")
+        ]
         exchange = client.post(calls)
         answers = await exchange.messages()
     assert (exchange.status, exchange.header("content-type")) == (200, "application/json")
@@ -350,13 +400,15 @@ async def test_an_array_is_answered_without_its_events_when_no_stream_is_left() 
     }
 
 
-async def test_a_question_that_finds_no_stream_is_an_error_of_the_tool() -> None:
-    """The tool may have made an effect before it asked; so the call is answered, not refused."""
+async def test_question_that_finds_no_stream_is_an_error_of_the_tool() -> None:
+    """The tool may have had an effect before it asked; so the call is answered, not refused."""
     app = make_app(limits=Limits(streams=1))
 
     @app.tool
     async def ask(ctx: Context) -> str:
-        answer = await ctx.elicit("Sure?", {"type": "object", "properties": {"sure": {"type": "boolean"}}})
+        answer = await ctx.elicit(
+            "Sure?", {"type": "object", "properties": {"sure": {"type": "boolean"}}}
+        )
         return str(answer.content)
 
     async with over_http(app, R4, capabilities={"elicitation": {}}) as client:
@@ -366,7 +418,9 @@ async def test_a_question_that_finds_no_stream_is_an_error_of_the_tool() -> None
 
 
 class Broken(Exchange):
-    """A transport that breaks: from the start of an answer on, whatever it is asked, it fails in the given way."""
+    """A transport that breaks: from the start of an answer on, every operation raises the given
+    error.
+    """
 
     def __init__(self, fault: BaseException, *given: Any) -> None:
         self._fault: BaseException = fault
@@ -382,9 +436,15 @@ class Broken(Exchange):
 
 
 @every_revision
-@pytest.mark.parametrize("fault", [AttributeError("done"), OSError(), Exception(), asyncio.CancelledError()], ids=repr)
-async def test_no_fault_of_a_transport_reaches_a_handler(revision: str, fault: BaseException) -> None:
-    app, over, met = make_app(), asyncio.Event(), list[BaseException]()
+@pytest.mark.parametrize(
+    "fault", [AttributeError("done"), OSError(), Exception(), asyncio.CancelledError()], ids=repr
+)
+async def test_transport_fault_does_not_reach_a_handler(
+    revision: str, fault: BaseException
+) -> None:
+    app = make_app()
+    over = asyncio.Event()
+    met = list[BaseException]()
 
     @app.command
     async def pay(ctx: Context) -> str:
@@ -402,9 +462,14 @@ async def test_no_fault_of_a_transport_reaches_a_handler(revision: str, fault: B
 
     async with over_http(app, revision) as client:
         message = client.message(
-            "tools/call", {"name": "pay"}, 7, {KEY: "k", "progressToken": 1, f"{PREFIX}logLevel": "debug"}
+            "tools/call",
+            {"name": "pay"},
+            7,
+            {KEY: "k", "progressToken": 1, f"{PREFIX}logLevel": "debug"},
         )
-        broken = Broken(fault, client.asgi, "POST", client.headers(message), json.dumps(message).encode())
+        broken = Broken(
+            fault, client.asgi, "POST", client.headers(message), json.dumps(message).encode()
+        )
         async with asyncio.timeout(PATIENCE):
             await over.wait()
         again = await client.tool("pay", meta={KEY: "k"})
@@ -413,9 +478,13 @@ async def test_no_fault_of_a_transport_reaches_a_handler(revision: str, fault: B
     assert (again["content"][0]["text"], again["_meta"][REPLAYED]) == ("paid", True)
 
 
-async def test_a_command_whose_client_hangs_up_is_recorded_over_granian() -> None:
-    """granian's `receive` gives a future while the client is there, and an object without `done` afterwards."""
-    app, ran, calls = make_app(), list[int](), 100
+async def test_command_whose_client_hangs_up_is_recorded_over_granian() -> None:
+    """granian's `receive` returns a future while the client is connected, then an object without
+    `done`.
+    """
+    app = make_app()
+    ran = list[int]()
+    calls = 100
 
     @app.command
     async def pay(number: int, ctx: Context) -> str:
@@ -428,27 +497,38 @@ async def test_a_command_whose_client_hangs_up_is_recorded_over_granian() -> Non
 
     async with served(app, "granian") as url:
         for number in range(calls):
-            message = enveloped("tools/call", {"name": "pay", "arguments": {"number": number}}, number)
+            message = enveloped(
+                "tools/call", {"name": "pay", "arguments": {"number": number}}, number
+            )
             message["params"]["_meta"] |= {KEY: f"k{number}", "progressToken": "p"}
             body = json.dumps(message).encode()
-            head = "".join(f"{name}: {value}\r\n" for name, value in (BASIC | repeated(message)).items())
+            head = "".join(
+                f"{name}: {value}\r\n" for name, value in (BASIC | repeated(message)).items()
+            )
             _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
-            writer.write(f"POST /mcp HTTP/1.1\r\n{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            writer.write(
+                f"POST /mcp HTTP/1.1\r\n{head}content-length: {len(body)}\r\n\r\n".encode() + body
+            )
             await writer.drain()
             writer.close()
         client = HttpClient(app.asgi(), R5)
         for number in range(calls):
             told = await client.tool("pay", {"number": number}, meta={KEY: f"k{number}"})
             assert told["content"][0]["text"] == "paid", number
-        # granian may still read the last requests: only the end of the server closes the app, and with it the ledger.
+        # granian may still read the last requests: only the end of the server closes the app, and
+        # with it the ledger.
         await client.close()
     assert sorted(ran) == list(range(calls))
 
 
 @every_revision
-async def test_nothing_is_sent_after_the_answer(revision: str) -> None:
-    """Matrix 1.5: progress stops with the completion, also of a handler that leaves a task behind."""
-    app, gate, tasks = make_app(), asyncio.Event(), list[asyncio.Task[None]]()
+async def test_stream_is_silent_after_the_answer(revision: str) -> None:
+    """Matrix 1.5: progress stops with the completion, also for a handler that leaves a task
+    running.
+    """
+    app = make_app()
+    gate = asyncio.Event()
+    tasks = list[asyncio.Task[None]]()
 
     @app.tool(annotations=READS)
     async def late(ctx: Context) -> str:
@@ -474,16 +554,19 @@ async def test_nothing_is_sent_after_the_answer(revision: str) -> None:
         assert pipe.heard == []
 
 
-async def test_a_session_id_fits_into_a_header() -> None:
+async def test_session_id_fits_into_a_header() -> None:
     """Whatever a client declares: its own header limit must not lock it out."""
     async with over_http(Lab().app) as client:
-        declared = {"sampling": {f"mode{number}": {} for number in range(5000)}, "experimental": {"x": "y" * 50_000}}
+        declared = {
+            "sampling": {f"mode{number}": {} for number in range(5000)},
+            "experimental": {"x": "y" * 50_000},
+        }
         answered = await client.post(hello(R4, declared), BASIC).started()
         session = answered.header("mcp-session-id") or ""
         assert answered.status == 400 or 0 < len(session) < 8000
 
 
-async def test_a_stopping_server_ends_its_streams() -> None:
+async def test_stopping_server_ends_its_streams() -> None:
     lab = Lab()
     async with over_http(lab.app, R4) as client:
         stream = await client.listen().started()

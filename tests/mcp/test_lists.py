@@ -40,7 +40,7 @@ legacy = pytest.mark.parametrize("revision", LEGACY)
 READS = ToolAnnotations(readOnlyHint=True)
 
 
-# --- pages -----------------------------------------------------------------------------------------------------------
+# --- pages ----------------------------------------------------------------------------------------
 
 
 def long_lists(count: int) -> App:
@@ -73,16 +73,18 @@ async def whole_list(client: HttpClient, method: str, member: str) -> list[str]:
         params = {"cursor": page["nextCursor"]}
 
 
-async def test_pages_make_a_whole() -> None:
+async def test_pages_add_up_to_the_whole_list() -> None:
     """More entries than a page holds: all of them, each once, in the order of their declaration."""
     app = long_lists(450)
     for revision in REVISIONS:
         async with over_http(app, revision) as client:
             for method, (member, word) in LISTS.items():
-                assert await whole_list(client, method, member) == [f"{word}{number}" for number in range(450)]
+                assert await whole_list(client, method, member) == [
+                    f"{word}{number}" for number in range(450)
+                ]
 
 
-async def test_a_list_that_fits_has_no_cursor() -> None:
+async def test_list_that_fits_has_no_cursor() -> None:
     for count in (1, 200):
         async with over_http(long_lists(count)) as client:
             page = await client.result("tools/list")
@@ -94,30 +96,33 @@ CURSORS: list[Any] = ["", "0", "200", "mine", "ZnJvbSAyMDA", "ü", "=", 5, {}, "
 
 
 @every_way
-async def test_a_cursor_that_is_not_ours_is_refused(transport: str, revision: str) -> None:
-    """Trap 54: an empty string is a cursor, and none of ours."""
+async def test_cursor_that_is_not_ours_is_refused(transport: str, revision: str) -> None:
+    """Trap 54: an empty string is a cursor, but not one of ours."""
     async with speak(transport, long_lists(2), revision) as client:
         for cursor in CURSORS:
             assert (await client.error("tools/list", {"cursor": cursor}))["code"] == -32602, cursor
 
 
 @every_revision
-async def test_a_list_is_the_same_every_time(revision: str) -> None:
+async def test_list_is_the_same_every_time(revision: str) -> None:
     async with over_http(long_lists(30), revision) as client:
         assert await client.result("tools/list") == await client.result("tools/list")
 
 
-async def test_a_tool_that_came_later_is_in_the_list() -> None:
+async def test_list_has_a_tool_that_was_added_later() -> None:
     app = long_lists(1)
     async with over_http(app, R4) as client:
         await client.result("tools/list")
         app.query(name="late")(lambda: "x")
         app.changed("tools")
-        assert [tool["name"] for tool in (await client.result("tools/list"))["tools"]] == ["tool0", "late"]
+        assert [tool["name"] for tool in (await client.result("tools/list"))["tools"]] == [
+            "tool0",
+            "late",
+        ]
         assert await client.tool("late")
 
 
-# --- completion ------------------------------------------------------------------------------------------------------
+# --- completion -----------------------------------------------------------------------------------
 
 
 def completing() -> App:
@@ -148,14 +153,18 @@ def completing() -> App:
 
 def ask(name: str, value: str = "", ref: Any = None, **context: str) -> dict[str, Any]:
     told = {"context": {"arguments": context}} if context else {}
-    return {"ref": ref or {"type": "ref/prompt", "name": "greet"}, "argument": {"name": name, "value": value}, **told}
+    return {
+        "ref": ref or {"type": "ref/prompt", "name": "greet"},
+        "argument": {"name": name, "value": value},
+        **told,
+    }
 
 
 ITEM = {"type": "ref/resource", "uri": "test://{place}/{id}"}
 
 
 @every_way
-async def test_completion(transport: str, revision: str) -> None:
+async def test_completion_returns_matching_values(transport: str, revision: str) -> None:
     async with speak(transport, completing(), revision) as client:
         found = (await client.result("completion/complete", ask("who", "an")))["completion"]
         assert found["values"] == ["ann", "anna"]
@@ -192,10 +201,12 @@ BAD_REFS: list[Any] = [
 async def test_completion_of_an_unknown_name(revision: str, ref: Any) -> None:
     async with over_http(completing(), revision) as client:
         for argument in ("who", "id"):
-            assert (await client.error("completion/complete", ask(argument, ref=ref)))["code"] == -32602
+            assert (await client.error("completion/complete", ask(argument, ref=ref)))[
+                "code"
+            ] == -32602
 
 
-# --- logging ---------------------------------------------------------------------------------------------------------
+# --- logging --------------------------------------------------------------------------------------
 
 LEVELS = ["debug", "info", "notice", "warning", "error", "critical", "alert", "emergency"]
 
@@ -223,18 +234,22 @@ def said(client: Any) -> list[str]:
 
 @every_transport
 @legacy
-async def test_a_level_is_set_for_the_session(transport: str, revision: str) -> None:
+async def test_log_level_is_set_for_the_session(transport: str, revision: str) -> None:
     async with speak(transport, loud(), revision) as client:
         for number, level in enumerate(LEVELS):
             assert await client.result("logging/setLevel", {"level": level}) == {}
             client.heard.clear()
             await client.tool("shout")
             assert said(client) == LEVELS[number:]
-            assert client.told("notifications/message")[0] == {"level": level, "logger": "test", "data": {"said": level}}
+            assert client.told("notifications/message")[0] == {
+                "level": level,
+                "logger": "test",
+                "data": {"said": level},
+            }
 
 
 @every_transport
-async def test_a_level_is_sent_with_each_request_at_2026_07_28(transport: str) -> None:
+async def test_log_level_is_sent_with_each_request_at_2026_07_28(transport: str) -> None:
     async with speak(transport, loud(), R5) as client:
         for number, level in enumerate(LEVELS):
             client.heard.clear()
@@ -243,8 +258,10 @@ async def test_a_level_is_sent_with_each_request_at_2026_07_28(transport: str) -
             assert said(client) == LEVELS[number:]
 
 
-async def test_messages_that_a_client_does_not_want_go_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    """Each of them goes to one place: to the client, or to the log of the server."""
+async def test_log_messages_that_a_client_does_not_want_go_to_the_server_s_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The server sends each of them to one place: to the client, or to its own log."""
     caplog.set_level("DEBUG", "wirecall")
     async with over_http(loud(), R5) as client:
         await client.tool("shout", meta={f"{PREFIX}logLevel": "error"})
@@ -255,10 +272,12 @@ async def test_messages_that_a_client_does_not_want_go_to_the_log(caplog: pytest
         ]
         caplog.clear()
         await client.tool("shout")
-        assert len([record for record in caplog.records if "said" in record.getMessage()]) == len(LEVELS)
+        assert len([record for record in caplog.records if "said" in record.getMessage()]) == len(
+            LEVELS
+        )
 
 
-async def test_a_level_of_one_session_is_not_anothers() -> None:
+async def test_log_level_of_one_session_does_not_affect_another() -> None:
     async with over_http(loud(), R4) as client:
         other = HttpClient(client.asgi, R4)
         await other.open()
@@ -269,12 +288,12 @@ async def test_a_level_of_one_session_is_not_anothers() -> None:
 
 
 @every_revision
-async def test_an_invalid_level_is_an_error_of_the_tool(revision: str) -> None:
+async def test_log_level_that_is_invalid_is_an_error_of_the_tool(revision: str) -> None:
     async with over_http(loud(), revision) as client:
         assert (await client.tool("wrong"))["isError"]
 
 
-# --- changes: the older form -----------------------------------------------------------------------------------------
+# --- changes: the older form ----------------------------------------------------------------------
 
 
 def changing() -> App:
@@ -287,7 +306,7 @@ def changing() -> App:
 
 
 def from_thread(*calls: Any) -> None:
-    """Some calls, made in a thread of their own."""
+    """Make some calls in another thread."""
 
     def run() -> None:
         for call in calls:
@@ -323,7 +342,7 @@ async def test_changes_are_sent_on_a_pipe(revision: str) -> None:
         assert (await client.hear())["method"] == "notifications/resources/list_changed"
 
 
-async def test_nothing_is_sent_before_initialized() -> None:
+async def test_changes_are_not_sent_before_initialized() -> None:
     """Matrix 1.1: until then only pings and logs."""
     app = changing()
     client = LineClient(app, R4)
@@ -339,7 +358,9 @@ async def test_nothing_is_sent_before_initialized() -> None:
 
 @every_transport
 @legacy
-async def test_a_resource_is_watched_while_it_is_subscribed_to(transport: str, revision: str) -> None:
+async def test_resource_changes_are_sent_while_it_is_subscribed_to(
+    transport: str, revision: str
+) -> None:
     app = changing()
     async with speak(transport, app, revision) as client:
         stream = await client.listen().started() if isinstance(client, HttpClient) else None
@@ -348,14 +369,17 @@ async def test_a_resource_is_watched_while_it_is_subscribed_to(transport: str, r
         app.updated("test://b")
         app.updated("test://a")
         told = await hear()
-        assert (told["method"], told["params"]["uri"]) == ("notifications/resources/updated", "test://a")
+        assert (told["method"], told["params"]["uri"]) == (
+            "notifications/resources/updated",
+            "test://a",
+        )
         assert await client.result("resources/unsubscribe", {"uri": "test://a"}) == {}
         app.updated("test://a")
         app.changed("tools")
         assert (await hear())["method"] == "notifications/tools/list_changed"
 
 
-async def test_a_stream_that_was_left_does_not_take_the_news_with_it() -> None:
+async def test_stream_that_was_closed_does_not_take_later_changes() -> None:
     app = changing()
     async with over_http(app, R4) as client:
         first = await client.listen().started()
@@ -365,7 +389,7 @@ async def test_a_stream_that_was_left_does_not_take_the_news_with_it() -> None:
         assert (await second.message())["method"] == "notifications/tools/list_changed"
 
 
-async def test_many_changes_of_one_list_are_not_many_messages() -> None:
+async def test_changes_of_one_list_are_merged_into_few_messages() -> None:
     app = changing()
     async with over_http(app, R4) as client:
         stream = await client.listen().started()
@@ -384,12 +408,12 @@ def test_changes_may_be_reported_without_a_server() -> None:
     app.updated("test://a")
 
 
-def test_an_unknown_kind_of_change_raises() -> None:
+def test_change_of_an_unknown_kind_raises() -> None:
     with pytest.raises(UsageError):
         changing().changed("nonsense")  # type: ignore[arg-type]
 
 
-async def test_the_get_stream_has_no_logs_and_no_progress() -> None:
+async def test_get_stream_has_no_logs_and_no_progress() -> None:
     app = loud()
     async with over_http(app, R4) as client:
         stream = await client.listen().started()
@@ -398,7 +422,7 @@ async def test_the_get_stream_has_no_logs_and_no_progress() -> None:
         assert (await stream.message())["method"] == "notifications/tools/list_changed"
 
 
-# --- changes: subscriptions/listen (matrix 1.9) ----------------------------------------------------------------------
+# --- changes: subscriptions/listen (matrix 1.9) ---------------------------------------------------
 
 SUBSCRIPTION = f"{PREFIX}subscriptionId"
 EVERYTHING = {
@@ -415,7 +439,7 @@ def listen(client: HttpClient, wanted: Any, id: Any = "l") -> Exchange:
 
 
 @pytest.mark.parametrize("id", [0, 7, "", "0", "text"])
-async def test_a_subscription_is_named_by_its_request(id: Any) -> None:
+async def test_subscription_is_named_by_its_request(id: Any) -> None:
     """Trap 16: with the JSON type it has, 0 and "" included."""
     app = changing()
     async with over_http(app) as client:
@@ -444,7 +468,9 @@ FILTERS: list[tuple[Any, Any]] = [
 
 @every_transport
 @pytest.mark.parametrize(("wanted", "honoured"), FILTERS)
-async def test_the_accepted_filter_is_acknowledged(transport: str, wanted: Any, honoured: Any) -> None:
+async def test_subscription_acknowledges_the_accepted_filter(
+    transport: str, wanted: Any, honoured: Any
+) -> None:
     async with speak(transport, changing(), R5) as client:
         if isinstance(client, LineClient):
             client.write(enveloped("subscriptions/listen", {"notifications": wanted}, "l"))
@@ -456,7 +482,7 @@ async def test_the_accepted_filter_is_acknowledged(transport: str, wanted: Any, 
     assert told == honoured
 
 
-async def test_a_filter_for_impossible_changes_is_not_acknowledged() -> None:
+async def test_subscription_does_not_acknowledge_a_filter_for_impossible_changes() -> None:
     app = make_app()
     app.query(name="tool")(lambda: "")
     async with over_http(app) as client:
@@ -464,13 +490,11 @@ async def test_a_filter_for_impossible_changes_is_not_acknowledged() -> None:
     assert first["params"]["notifications"] == {"toolsListChanged": True}
 
 
-async def test_only_requested_changes_are_sent() -> None:
+async def test_subscription_sends_only_requested_changes() -> None:
     app = changing()
     async with over_http(app) as client:
-        prompts, one = (
-            listen(client, {"promptsListChanged": True}, 1),
-            listen(client, {"resourceSubscriptions": ["test://b"]}, 2),
-        )
+        prompts = listen(client, {"promptsListChanged": True}, 1)
+        one = listen(client, {"resourceSubscriptions": ["test://b"]}, 2)
         await prompts.message()
         await one.message()
         for kind in ("tools", "resources", "prompts"):
@@ -478,22 +502,34 @@ async def test_only_requested_changes_are_sent() -> None:
         app.updated("test://a")
         from_thread(lambda: app.updated("test://b"))
         told = await prompts.message()
-        assert (told["method"], told["params"]["_meta"]) == ("notifications/prompts/list_changed", {SUBSCRIPTION: 1})
+        assert (told["method"], told["params"]["_meta"]) == (
+            "notifications/prompts/list_changed",
+            {SUBSCRIPTION: 1},
+        )
         told = await one.message()
-        assert (told["method"], told["params"]["uri"]) == ("notifications/resources/updated", "test://b")
+        assert (told["method"], told["params"]["uri"]) == (
+            "notifications/resources/updated",
+            "test://b",
+        )
         assert told["params"]["_meta"] == {SUBSCRIPTION: 2}
 
 
 @pytest.mark.parametrize(
-    "wanted", [{"toolsListChanged": "yes"}, {"resourceSubscriptions": "test://a"}, {"resourceSubscriptions": [1]}, 5]
+    "wanted",
+    [
+        {"toolsListChanged": "yes"},
+        {"resourceSubscriptions": "test://a"},
+        {"resourceSubscriptions": [1]},
+        5,
+    ],
 )
-async def test_an_invalid_filter_is_refused(wanted: Any) -> None:
+async def test_subscription_with_an_invalid_filter_is_refused(wanted: Any) -> None:
     async with over_http(changing()) as client:
         answered = await listen(client, wanted).started()
         assert (await answered.json())["error"]["code"] == -32602
 
 
-async def test_leaving_ends_a_subscription() -> None:
+async def test_subscription_ends_when_its_client_disconnects() -> None:
     app = changing()
     async with over_http(app) as client:
         stream = listen(client, EVERYTHING)
@@ -504,12 +540,14 @@ async def test_leaving_ends_a_subscription() -> None:
         assert await client.result("tools/list")
 
 
-async def test_subscriptions_on_a_pipe() -> None:
-    """Two at once, told apart by their ids; a cancelled one is silent and is not answered."""
+async def test_subscriptions_work_on_a_pipe() -> None:
+    """Two at once, distinguished by their ids; a cancelled one is silent and is not answered."""
     app = changing()
     async with over_stdio(app) as client:
         for id in (0, "b"):
-            client.write(enveloped("subscriptions/listen", {"notifications": {"toolsListChanged": True}}, id))
+            client.write(
+                enveloped("subscriptions/listen", {"notifications": {"toolsListChanged": True}}, id)
+            )
             first = await client.hear()
             assert (first["method"], first["params"]["_meta"][SUBSCRIPTION]) == (
                 "notifications/subscriptions/acknowledged",
@@ -527,13 +565,18 @@ async def test_subscriptions_on_a_pipe() -> None:
         assert client.unasked.empty()
 
 
-async def test_the_end_of_a_pipe_ends_its_subscriptions() -> None:
-    """Open point 6: `notifications/cancelled`, then the result; and at once, because no call is in flight."""
+async def test_subscriptions_end_with_their_pipe() -> None:
+    """Open point 6:
+
+    `notifications/cancelled`, then the result; and at once, because no call is in flight.
+    """
     app = changing()
     client = LineClient(app, R5, grace=2 * PATIENCE)
     await client.open()
     try:
-        client.write(enveloped("subscriptions/listen", {"notifications": {"toolsListChanged": True}}, "l"))
+        client.write(
+            enveloped("subscriptions/listen", {"notifications": {"toolsListChanged": True}}, "l")
+        )
         await client.hear()
         async with asyncio.timeout(PATIENCE):
             await client.end()

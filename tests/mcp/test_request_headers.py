@@ -53,25 +53,32 @@ def looking() -> App:
 
 
 @pytest.mark.parametrize(("transport", "revision"), EVERY_WAY)
-async def test_handlers_of_mcp_see_the_header_of_their_request(transport: str, revision: str) -> None:
+async def test_headers_are_visible_to_mcp_handlers(transport: str, revision: str) -> None:
     tenant = "acme" if transport == "http" else "none"
     async with speak(transport, looking(), revision, headers={"X-Tenant": "acme"}) as client:
         for name in ("look", "put"):
             seen = (await client.tool(name))["content"][0]["text"]
             assert ('"x-tenant":"acme"' in seen) is (transport == "http")
             assert "mcp-session-id" not in seen
-        assert (await client.result("prompts/get", {"name": "review"}))["messages"][0]["content"]["text"] == tenant
-        assert (await client.result("resources/read", {"uri": "shop://tenant"}))["contents"][0]["text"] == tenant
+        assert (await client.result("prompts/get", {"name": "review"}))["messages"][0]["content"][
+            "text"
+        ] == tenant
+        assert (await client.result("resources/read", {"uri": "shop://tenant"}))["contents"][0][
+            "text"
+        ] == tenant
 
 
-async def test_the_entries_of_an_array_see_it() -> None:
+async def test_headers_are_visible_to_the_entries_of_an_array() -> None:
     async with over_http(looking(), R2, headers={"X-Tenant": "acme"}) as client:
-        answers = await client.post([request("tools/call", {"name": name}, name) for name in ("look", "put")]).json()
+        answers = await client.post(
+            [request("tools/call", {"name": name}, name) for name in ("look", "put")]
+        ).json()
     assert all('"x-tenant":"acme"' in answer["result"]["content"][0]["text"] for answer in answers)
 
 
-async def test_handlers_and_middleware_of_jsonrpc_see_it_without_credentials() -> None:
-    app, seen = looking(), list[str]()
+async def test_headers_without_credentials_are_visible_to_rpc_handlers_and_middleware() -> None:
+    app = looking()
+    seen = list[str]()
 
     @app.middleware
     async def note(context: Context, following: Callable[[Context], Awaitable[Any]]) -> Any:
@@ -87,17 +94,21 @@ async def test_handlers_and_middleware_of_jsonrpc_see_it_without_credentials() -
         "host": "localhost:8420",
     }
     assert "secret" not in str(told)
-    answers = (await ask(server, "/rpc", batch(call("look", id=1), call("put", id=2)), headers=fields)).json
+    answers = (
+        await ask(server, "/rpc", batch(call("look", id=1), call("put", id=2)), headers=fields)
+    ).json
     assert [answer["result"]["x-tenant"] for answer in answers] == ["acme", "acme"]
     assert seen == ["acme"] * 3
     # A value that RSGI leaves out is not shown as another one.
-    told = (await ask(server, "/rpc", call("look"), headers=[("X-Tenant", "acme"), ("X-Name", "J\u00fcrgen")])).json[
-        "result"
-    ]
+    told = (
+        await ask(
+            server, "/rpc", call("look"), headers=[("X-Tenant", "acme"), ("X-Name", "J\u00fcrgen")]
+        )
+    ).json["result"]
     assert told.get("x-name") in (None, "J\u00fcrgen")
 
 
-async def test_calls_without_a_request_have_none() -> None:
+async def test_headers_are_absent_from_calls_without_a_request() -> None:
     app = looking()
     assert b'"result":{}' in (await app.handle(call("look")) or b"")
     async with connect(app) as client, connect(app, protocol="mcp") as agent:
@@ -105,7 +116,7 @@ async def test_calls_without_a_request_have_none() -> None:
         assert await agent.call_tool("look", type=dict) == {}
 
 
-async def test_they_cannot_be_changed() -> None:
+async def test_headers_cannot_be_changed() -> None:
     app = make_app()
 
     @app.query
@@ -119,12 +130,16 @@ async def test_they_cannot_be_changed() -> None:
     assert b"unchanged" in (await app.handle(call("change")) or b"")
 
 
-async def test_a_task_has_none() -> None:
+async def test_headers_are_absent_from_a_task() -> None:
     """It outlives its request, and another process may continue it."""
     app = looking()
-    async with over_http(app, R5, headers={"X-Tenant": "acme"}, capabilities={"extensions": {TASKS: {}}}) as client:
+    async with over_http(
+        app, R5, headers={"X-Tenant": "acme"}, capabilities={"extensions": {TASKS: {}}}
+    ) as client:
         task = await client.result("tools/call", {"name": "work"})
         assert task["resultType"] == "task"
-        while (found := await client.result("tasks/get", {"taskId": task["taskId"]}))["status"] == "working":
+        while (found := await client.result("tasks/get", {"taskId": task["taskId"]}))[
+            "status"
+        ] == "working":
             pass
     assert found["result"]["structuredContent"] == {}

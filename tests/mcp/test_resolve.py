@@ -7,7 +7,7 @@ from wirecall.errors import InternalError, OutcomeUnknown
 
 
 @pytest.mark.parametrize("revision", ["2025-03-26", "2025-11-25", "2026-07-28"])
-async def test_the_client_gets_the_outcome_that_an_operator_resolved(revision: str) -> None:
+async def test_resolved_outcome_reaches_the_client(revision: str) -> None:
     runs: list[str] = []
     async with App("shop") as app:
 
@@ -29,7 +29,7 @@ async def test_the_client_gets_the_outcome_that_an_operator_resolved(revision: s
 
 
 @pytest.mark.parametrize("revision", ["2025-03-26", "2025-11-25", "2026-07-28"])
-async def test_the_answer_of_a_reconcile_function_becomes_a_tools_result(revision: str) -> None:
+async def test_reconcile_answer_becomes_the_result_of_a_tool(revision: str) -> None:
     async with App("shop") as app:
 
         @app.command(on_crash="reconcile", reconcile=lambda order: Done({"order": order}))

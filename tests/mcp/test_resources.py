@@ -25,7 +25,7 @@ every_revision = pytest.mark.parametrize("revision", REVISIONS)
 every_way = pytest.mark.parametrize(("transport", "revision"), EVERY_WAY)
 
 
-# --- resources and templates -----------------------------------------------------------------------------------------
+# --- resources and templates ----------------------------------------------------------------------
 
 
 def library() -> App:
@@ -41,7 +41,10 @@ def library() -> App:
 
     @app.resource("test://several")
     def several() -> list[Embedded]:
-        return [Embedded(uri="test://several/1", text="1"), Embedded(uri="test://several/2", blob=b"2")]
+        return [
+            Embedded(uri="test://several/1", text="1"),
+            Embedded(uri="test://several/2", blob=b"2"),
+        ]
 
     @app.resource("test://book/{id}/page/{number}")
     def page(id: str, number: int) -> str:
@@ -110,7 +113,7 @@ NOWHERE = [
 
 @every_revision
 @pytest.mark.parametrize("uri", NOWHERE)
-async def test_a_uri_that_is_not_there(revision: str, uri: str) -> None:
+async def test_resource_that_does_not_exist_is_an_error(revision: str, uri: str) -> None:
     """Trap 17."""
     async with over_http(library(), revision) as client:
         error = await client.error("resources/read", {"uri": uri})
@@ -118,7 +121,9 @@ async def test_a_uri_that_is_not_there(revision: str, uri: str) -> None:
 
 
 @every_way
-async def test_a_function_says_that_its_resource_is_not_there(transport: str, revision: str) -> None:
+async def test_resource_function_may_report_that_it_does_not_exist(
+    transport: str, revision: str
+) -> None:
     """The code is the revision's, as if no template matched (server/resources, "Error Handling")."""
     app = make_app()
 
@@ -129,10 +134,15 @@ async def test_a_function_says_that_its_resource_is_not_there(transport: str, re
     async with speak(transport, app, revision) as client:
         error = await client.error("resources/read", {"uri": "test://order/7"})
     code = -32602 if revision == R5 else -32002
-    assert error == {"code": code, "message": "there is no order 7", "data": {"uri": "test://order/7"}}
+    assert error == {
+        "code": code,
+        "message": "there is no order 7",
+        "data": {"uri": "test://order/7"},
+    }
 
 
-# Segments as a URI spells them. A handler that builds a path from one of them would leave its folder.
+# Segments as a URI spells them. A handler that builds a path from one of them would leave its
+# folder.
 NO_SEGMENT = [
     "a%2Fb",
     "a%2fb",
@@ -164,8 +174,8 @@ LEADS_OUT = [
 ]
 
 
-async def test_a_value_of_a_template_never_leads_out_of_its_folder() -> None:
-    """RFC 3986 decodes segments one by one: an encoded slash is part of a segment, and no handler takes it for a path."""
+async def test_template_value_never_leads_out_of_its_folder() -> None:
+    """RFC 3986 decodes segments one by one: no handler may take an encoded slash for a path."""
     async with over_http(library(), R4) as client:
         for uri in LEADS_OUT:
             error = await client.error("resources/read", {"uri": uri})
@@ -173,13 +183,15 @@ async def test_a_value_of_a_template_never_leads_out_of_its_folder() -> None:
 
 
 @every_revision
-async def test_a_name_that_does_not_fit_is_an_error(revision: str) -> None:
+async def test_template_value_that_does_not_fit_is_an_error(revision: str) -> None:
     async with over_http(library(), revision) as client:
-        assert (await client.error("resources/read", {"uri": "test://book/a/page/seven"}))["code"] in (-32602, -32002)
+        assert (await client.error("resources/read", {"uri": "test://book/a/page/seven"}))[
+            "code"
+        ] in (-32602, -32002)
 
 
 @every_revision
-async def test_a_text_that_does_not_fit_is_named_as_it_came(revision: str) -> None:
+async def test_prompt_argument_that_does_not_fit_is_quoted_as_received(revision: str) -> None:
     app = make_app()
 
     @app.prompt
@@ -192,7 +204,7 @@ async def test_a_text_that_does_not_fit_is_named_as_it_came(revision: str) -> No
 
 
 @every_revision
-async def test_a_resource_that_breaks_tells_nothing(revision: str) -> None:
+async def test_resource_that_breaks_does_not_reveal_the_reason(revision: str) -> None:
     async with over_http(library(), revision) as client:
         error = await client.error("resources/read", {"uri": "test://broken"})
     assert error["code"] == -32603
@@ -200,10 +212,15 @@ async def test_a_resource_that_breaks_tells_nothing(revision: str) -> None:
 
 
 @every_revision
-async def test_how_resources_are_described(revision: str) -> None:
+async def test_resources_are_described(revision: str) -> None:
     async with over_http(library(), revision) as client:
         first = (await client.result("resources/list"))["resources"][0]
-        assert first == {"uri": "test://text", "name": "text", "description": "A text", "mimeType": "text/plain"}
+        assert first == {
+            "uri": "test://text",
+            "name": "text",
+            "description": "A text",
+            "mimeType": "text/plain",
+        }
         templates = (await client.result("resources/templates/list"))["resourceTemplates"]
         assert [template["uriTemplate"] for template in templates] == [
             "test://book/{id}/page/{number}",
@@ -212,14 +229,14 @@ async def test_how_resources_are_described(revision: str) -> None:
         ]
 
 
-def test_a_template_and_its_function_must_agree() -> None:
+def test_template_and_its_function_must_agree() -> None:
     with pytest.raises(UsageError):
         make_app().resource("test://{id}")(lambda: "")
     with pytest.raises(UsageError):
         make_app().resource("test://x")(lambda id: "")
 
 
-# --- prompts ---------------------------------------------------------------------------------------------------------
+# --- prompts --------------------------------------------------------------------------------------
 
 
 def prompting() -> App:
@@ -233,27 +250,43 @@ def prompting() -> App:
 
 
 @every_way
-async def test_prompts(transport: str, revision: str) -> None:
+async def test_prompts_are_listed_and_filled_in(transport: str, revision: str) -> None:
     async with speak(transport, prompting(), revision) as client:
         listed = (await client.result("prompts/list"))["prompts"][0]
         assert (listed["name"], listed["description"]) == ("say", "Say it")
-        assert [(a["name"], a["required"]) for a in listed["arguments"]] == [("what", True), ("times", False)]
-        got = await client.result("prompts/get", {"name": "say", "arguments": {"what": "ha", "times": "2"}})
+        assert [(a["name"], a["required"]) for a in listed["arguments"]] == [
+            ("what", True),
+            ("times", False),
+        ]
+        got = await client.result(
+            "prompts/get", {"name": "say", "arguments": {"what": "ha", "times": "2"}}
+        )
         assert got["messages"][0] == {"role": "user", "content": {"type": "text", "text": "haha"}}
-        assert got["messages"][1]["content"] == {"type": "image", "data": "/w==", "mimeType": "image/png"}
+        assert got["messages"][1]["content"] == {
+            "type": "image",
+            "data": "/w==",
+            "mimeType": "image/png",
+        }
 
 
 @every_revision
-@pytest.mark.parametrize("arguments", [{}, {"what": 5}, {"what": "x", "times": "many"}, {"what": "x", "more": "y"}, ["x"]])
-async def test_arguments_of_prompts_are_checked(revision: str, arguments: Any) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"what": 5}, {"what": "x", "times": "many"}, {"what": "x", "more": "y"}, ["x"]],
+)
+async def test_prompt_arguments_are_checked(revision: str, arguments: Any) -> None:
     async with over_http(prompting(), revision) as client:
-        assert (await client.error("prompts/get", {"name": "say", "arguments": arguments}))["code"] == -32602
+        assert (await client.error("prompts/get", {"name": "say", "arguments": arguments}))[
+            "code"
+        ] == -32602
 
 
 @every_revision
 @pytest.mark.parametrize("text", ["nan", "inf", "Infinity", "-Infinity"])
-async def test_a_text_that_is_not_a_finite_number_is_refused(revision: str, text: str) -> None:
-    """msgspec and pydantic read such a text as a float, and JSON has no word for it. It is the caller's mistake."""
+async def test_string_that_is_not_a_finite_number_is_refused(revision: str, text: str) -> None:
+    """msgspec and pydantic read such a string as a float that JSON cannot hold: the caller's
+    mistake.
+    """
     app = make_app()
 
     @app.prompt
@@ -275,7 +308,7 @@ async def test_a_text_that_is_not_a_finite_number_is_refused(revision: str, text
         assert (await client.error("resources/read", {"uri": f"test://{text}"}))["code"] == -32602
 
 
-def test_a_name_is_given_once() -> None:
+def test_name_must_be_unique() -> None:
     app = prompting()
     with pytest.raises(UsageError):
         app.prompt(name="say")(lambda: "")

@@ -1,6 +1,8 @@
-"""What each of the five revisions has and has not (V8): tables written anew from the specification, not from our code.
+"""What each of the five revisions has (V8): tables written from the specification, not from our
+code.
 
-A column is a revision, from 2024-11-05 to 2026-07-28; `+` says that it has the thing, `-` that it has not.
+A column is a revision, from 2024-11-05 to 2026-07-28; `+` says that it has the thing, `-` that it
+does not.
 """
 
 import asyncio
@@ -81,7 +83,10 @@ def zoo() -> App:
     @app.prompt(title="A greeting")
     def greet(who: str) -> list[Message]:
         """Say hello."""
-        return [Message("user", f"hello {who}"), Message("user", ResourceLink(uri="test://linked", name="linked"))]
+        return [
+            Message("user", f"hello {who}"),
+            Message("user", ResourceLink(uri="test://linked", name="linked")),
+        ]
 
     @app.completion("greet", "who")
     def who(value: str) -> list[str]:
@@ -95,7 +100,7 @@ def has(cells: str, revision: str) -> bool:
     return cells.split()[REVISIONS.index(revision)] == "+"
 
 
-# --- methods (matrix 1.4) --------------------------------------------------------------------------------------------
+# --- methods (matrix 1.4) -------------------------------------------------------------------------
 
 REF = {"type": "ref/prompt", "name": "greet"}
 
@@ -128,7 +133,9 @@ METHODS: list[tuple[str, Any, str]] = [
 
 @pytest.mark.parametrize("revision", REVISIONS)
 @pytest.mark.parametrize(("method", "params", "cells"), METHODS, ids=[row[0] for row in METHODS])
-async def test_a_method_is_there_or_is_not(method: str, params: Any, cells: str, revision: str) -> None:
+async def test_method_exists_at_the_revisions_of_the_table(
+    method: str, params: Any, cells: str, revision: str
+) -> None:
     async with over_http(zoo(), revision) as client:
         answer = await client.call(method, params, id="m-1")
     assert answer["id"] == "m-1"
@@ -143,7 +150,8 @@ async def test_a_method_is_there_or_is_not(method: str, params: Any, cells: str,
 
 @pytest.mark.parametrize("revision", REVISIONS)
 async def test_methods_on_stdio_are_the_same(revision: str) -> None:
-    rows = [row for row in METHODS if row[0] != "rpc.discover"]  # plain JSON-RPC on the same lines has that one
+    # Plain JSON-RPC on the same lines has that one.
+    rows = [row for row in METHODS if row[0] != "rpc.discover"]
     async with over_stdio(zoo(), revision) as client:
         for method, params, cells in rows:
             answer = await client.call(method, params)
@@ -152,13 +160,15 @@ async def test_methods_on_stdio_are_the_same(revision: str) -> None:
 
 
 @pytest.mark.parametrize("revision", LEGACY)
-async def test_listen_is_of_the_newest_revision_alone(revision: str) -> None:
+async def test_listen_exists_only_at_the_newest_revision(revision: str) -> None:
     async with over_http(zoo(), revision) as client:
         assert (await client.error("subscriptions/listen", {"notifications": {}}))["code"] == -32601
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_initialize_with_an_envelope_is_a_request_of_the_newest_revision(transport: str) -> None:
+async def test_initialize_with_an_envelope_is_a_request_of_the_newest_revision(
+    transport: str,
+) -> None:
     """Matrix 2.5, step 6, and trap 20."""
     async with speak(transport, zoo(), R5) as client:
         answer = await client.call("initialize", hello()["params"], id=3)
@@ -175,21 +185,27 @@ async def test_notifications_are_never_answered(transport: str, revision: str, m
             assert client.unasked.empty()
 
 
-# --- beginning (matrix 1.1) ------------------------------------------------------------------------------------------
+# --- beginning (matrix 1.1) -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("revision", LEGACY)
-async def test_a_known_version_is_echoed(transport: str, revision: str) -> None:
+async def test_initialize_echoes_a_known_version(transport: str, revision: str) -> None:
     async with speak(transport, zoo(), revision) as client:
         assert client.info["protocolVersion"] == revision
         assert client.info["instructions"] == "Be kind."
         assert {"name", "version"} <= client.info["serverInfo"].keys()
 
 
-@pytest.mark.parametrize("offer", ["1999-01-01", "2024-10-07", "2025-11-26", "9999-12-31", "", "latest", "2025-3-26", R5])
-async def test_an_unknown_version_is_answered_with_our_newest_of_the_handshake(offer: str) -> None:
-    """A success, not an error; 2026-07-28 has no handshake, so the server does not offer it there (traps 19 and 20)."""
+@pytest.mark.parametrize(
+    "offer", ["1999-01-01", "2024-10-07", "2025-11-26", "9999-12-31", "", "latest", "2025-3-26", R5]
+)
+async def test_initialize_answers_an_unknown_version_with_our_newest_handshake_revision(
+    offer: str,
+) -> None:
+    """A success, not an error; 2026-07-28 has no handshake, so the server does not offer it there
+    (traps 19 and 20).
+    """
     async with over_http(zoo(), R5) as http, over_stdio(zoo(), R5) as stdio:
         answered = await http.post(hello(offer), BASIC).started()
         for answer in (await answered.json(), await stdio.exchange(hello(offer))):
@@ -197,7 +213,9 @@ async def test_an_unknown_version_is_answered_with_our_newest_of_the_handshake(o
     assert answered.header("mcp-session-id")
 
 
-@pytest.mark.parametrize("params", [None, {}, {"capabilities": {}}, {"protocolVersion": 5}, {"protocolVersion": None}])
+@pytest.mark.parametrize(
+    "params", [None, {}, {"capabilities": {}}, {"protocolVersion": 5}, {"protocolVersion": None}]
+)
 async def test_initialize_without_a_version_is_refused(params: Any) -> None:
     async with over_http(zoo(), R5) as client:
         answered = await client.post(
@@ -208,7 +226,7 @@ async def test_initialize_without_a_version_is_refused(params: Any) -> None:
         assert (told["id"], told["error"]["code"]) == (4, -32602)
 
 
-async def test_nothing_but_ping_comes_before_initialize_on_stdio() -> None:
+async def test_initialize_on_stdio_may_be_preceded_only_by_ping() -> None:
     client = LineClient(zoo(), R4)
     await client.open(handshake=False)
     try:
@@ -220,7 +238,7 @@ async def test_nothing_but_ping_comes_before_initialize_on_stdio() -> None:
         await client.close()
 
 
-async def test_a_failed_initialize_leaves_the_pipe_open_for_another() -> None:
+async def test_initialize_that_fails_leaves_the_pipe_open_for_another() -> None:
     client = LineClient(zoo(), R4)
     await client.open(handshake=False)
     try:
@@ -232,7 +250,7 @@ async def test_a_failed_initialize_leaves_the_pipe_open_for_another() -> None:
 
 
 @pytest.mark.parametrize("revision", LEGACY)
-async def test_both_eras_share_a_pipe(revision: str) -> None:
+async def test_pipe_serves_both_eras(revision: str) -> None:
     """Matrix 2.1: the version is bound to the message at 2026-07-28, to the process before."""
     async with over_stdio(zoo(), revision) as client:
         modern = await client.exchange(enveloped("tools/list", id="m"))
@@ -241,18 +259,22 @@ async def test_both_eras_share_a_pipe(revision: str) -> None:
     assert "resultType" not in older["result"]
 
 
-# --- the envelope ----------------------------------------------------------------------------------------------------
+# --- the envelope ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("version", [*LEGACY, "v999.0.0", "", "2026-07-29"])
-async def test_an_envelope_names_a_version_that_is_not_served_this_way(transport: str, version: str) -> None:
+async def test_envelope_with_a_version_that_has_a_handshake_is_refused(
+    transport: str, version: str
+) -> None:
     message = enveloped("tools/list", id=9, version=version)
     async with speak(transport, zoo(), R5) as client:
         if isinstance(client, LineClient):
             answer = await client.exchange(message)
         else:
-            answered = await client.post(message, {**client.headers(message), **repeated(message, version)}).started()
+            answered = await client.post(
+                message, {**client.headers(message), **repeated(message, version)}
+            ).started()
             assert answered.status == 400
             answer = await answered.json()
     assert (answer["id"], answer["error"]["code"]) == (9, -32022)
@@ -270,10 +292,14 @@ async def test_an_envelope_names_a_version_that_is_not_served_this_way(transport
         {f"{PREFIX}protocolVersion": 5, f"{PREFIX}clientCapabilities": {}},
         {f"{PREFIX}protocolVersion": R5, f"{PREFIX}clientCapabilities": {}, "progressToken": 1.5},
         {f"{PREFIX}protocolVersion": R5, f"{PREFIX}clientCapabilities": {}, "progressToken": True},
-        {f"{PREFIX}protocolVersion": R5, f"{PREFIX}clientCapabilities": {}, f"{PREFIX}logLevel": "loud"},
+        {
+            f"{PREFIX}protocolVersion": R5,
+            f"{PREFIX}clientCapabilities": {},
+            f"{PREFIX}logLevel": "loud",
+        },
     ],
 )
-async def test_an_envelope_that_lacks_something_is_invalid(transport: str, meta: Any) -> None:
+async def test_envelope_that_lacks_something_is_invalid(transport: str, meta: Any) -> None:
     """Matrix 1.1: -32602, and HTTP 400."""
     message = request("tools/list", {"_meta": meta}, 5)
     async with speak(transport, zoo(), R5) as client:
@@ -286,17 +312,21 @@ async def test_an_envelope_that_lacks_something_is_invalid(transport: str, meta:
     assert (answer["id"], answer["error"]["code"]) == (5, -32602)
 
 
-@pytest.mark.parametrize("params", [None, {}, {"_meta": {}}, {"_meta": {f"{PREFIX}clientCapabilities": {}}}])
+@pytest.mark.parametrize(
+    "params", [None, {}, {"_meta": {}}, {"_meta": {f"{PREFIX}clientCapabilities": {}}}]
+)
 async def test_discover_without_a_version_is_invalid(params: Any) -> None:
     async with over_stdio(zoo(), R5) as client:
-        assert (await client.exchange(request("server/discover", params, 6)))["error"]["code"] == -32602
+        assert (await client.exchange(request("server/discover", params, 6)))["error"][
+            "code"
+        ] == -32602
     async with over_http(zoo(), R5) as client:
         answered = await client.post(request("server/discover", params, 6)).started()
         assert (answered.status, (await answered.json())["error"]["code"]) == (400, -32602)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_the_client_may_leave_out_its_name(transport: str) -> None:
+async def test_client_may_omit_its_name(transport: str) -> None:
     async with speak(transport, zoo(), R5) as client:
         found = await client.result("server/discover")
     assert found["supportedVersions"] == [R5]
@@ -304,7 +334,7 @@ async def test_the_client_may_leave_out_its_name(transport: str) -> None:
     assert {"tools", "prompts", "resources"} <= found["capabilities"].keys()
 
 
-# --- capabilities ----------------------------------------------------------------------------------------------------
+# --- capabilities ---------------------------------------------------------------------------------
 
 # fmt: off
 CAPABILITIES = {
@@ -325,7 +355,12 @@ async def test_capabilities_are_those_of_the_revision(transport: str, revision: 
     assert {name for name in CAPABILITIES if name in found} == {
         n for n, cells in CAPABILITIES.items() if has(cells, revision)
     }
-    assert found["tools"]["listChanged"] is found["prompts"]["listChanged"] is found["resources"]["listChanged"] is True
+    assert (
+        found["tools"]["listChanged"]
+        is found["prompts"]["listChanged"]
+        is found["resources"]["listChanged"]
+        is True
+    )
     assert found["resources"]["subscribe"] is True
 
 
@@ -341,20 +376,29 @@ UNOFFERED = [
 
 
 @every_way
-async def test_methods_of_undeclared_capabilities_are_not_found(transport: str, revision: str) -> None:
+async def test_methods_of_undeclared_capabilities_are_not_found(
+    transport: str, revision: str
+) -> None:
     """Matrix 1.2: -32601 also answers a method of a capability that the server does not advertise."""
     async with speak(transport, make_app(), revision) as client:
         declared = (client.info or await client.result("server/discover"))["capabilities"]
         assert not {"tools", "prompts", "resources", "completions"} & declared.keys()
         answers = {method: await client.call(method, params) for method, params in UNOFFERED}
-    assert {method: answer.get("error", {}).get("code") for method, answer in answers.items()} == dict.fromkeys(
-        answers, -32601
-    )
+    assert {
+        method: answer.get("error", {}).get("code") for method, answer in answers.items()
+    } == dict.fromkeys(answers, -32601)
 
 
-# --- what results carry (matrix 1.10, 2.5) ---------------------------------------------------------------------------
+# --- what results carry (matrix 1.10, 2.5) --------------------------------------------------------
 
-CACHED = ("server/discover", "tools/list", "prompts/list", "resources/list", "resources/templates/list", "resources/read")
+CACHED = (
+    "server/discover",
+    "tools/list",
+    "prompts/list",
+    "resources/list",
+    "resources/templates/list",
+    "resources/read",
+)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -375,7 +419,9 @@ async def test_results_of_the_newest_revision_have_a_result_type(transport: str)
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("revision", LEGACY)
-async def test_results_of_the_others_gain_nothing(transport: str, revision: str) -> None:
+async def test_results_of_older_revisions_have_no_new_members(
+    transport: str, revision: str
+) -> None:
     """Trap 26."""
     async with speak(transport, zoo(), revision) as client:
         for method, params, cells in METHODS:
@@ -383,7 +429,12 @@ async def test_results_of_the_others_gain_nothing(transport: str, revision: str)
                 continue
             found = await client.result(method, params)
             assert not {"resultType", "ttlMs", "cacheScope", "_meta"} & found.keys()
-            if method in ("ping", "logging/setLevel", "resources/subscribe", "resources/unsubscribe"):
+            if method in (
+                "ping",
+                "logging/setLevel",
+                "resources/subscribe",
+                "resources/unsubscribe",
+            ):
                 assert found == {}
 
 
@@ -393,19 +444,23 @@ async def test_results_for_one_caller_are_cached_as_private(method: str) -> None
     app = zoo()
     app._authenticate = lambda headers: "ann"
     async with over_http(app, R5) as client:
-        found = await client.result(method, {"uri": "test://text"} if method == "resources/read" else None)
+        found = await client.result(
+            method, {"uri": "test://text"} if method == "resources/read" else None
+        )
     assert found["cacheScope"] == "private"
 
 
 @every_way
-async def test_a_wish_for_a_task_is_ignored(transport: str, revision: str) -> None:
+async def test_request_for_a_task_is_ignored_by_a_server_without_tasks(
+    transport: str, revision: str
+) -> None:
     """Matrix 1.7: tasks are not declared, so the call is an ordinary one."""
     async with speak(transport, zoo(), revision) as client:
         found = await client.tool("point", members={"task": {"ttl": 60_000}})
     assert "task" not in found and found["content"]
 
 
-# --- members and kinds (matrix 1.6) ----------------------------------------------------------------------------------
+# --- members and kinds (matrix 1.6) ---------------------------------------------------------------
 
 # fmt: off
 TOOL_MEMBERS = {
@@ -427,10 +482,14 @@ CONTENT = {
 
 
 @every_way
-async def test_a_tool_is_described_in_the_words_of_the_revision(transport: str, revision: str) -> None:
+async def test_tool_is_described_with_the_members_of_the_revision(
+    transport: str, revision: str
+) -> None:
     async with speak(transport, zoo(), revision) as client:
         tool = next(t for t in (await client.result("tools/list"))["tools"] if t["name"] == "point")
-    assert {m for m in TOOL_MEMBERS if m in tool} == {m for m, cells in TOOL_MEMBERS.items() if has(cells, revision)}
+    assert {m for m in TOOL_MEMBERS if m in tool} == {
+        m for m, cells in TOOL_MEMBERS.items() if has(cells, revision)
+    }
     assert tool["inputSchema"]["type"] == "object"
 
 
@@ -447,7 +506,9 @@ async def test_titles_are_sent_from_2025_06_18_on(revision: str) -> None:
 
 @every_way
 @pytest.mark.parametrize("kind", CONTENT)
-async def test_content_of_an_unknown_kind_is_never_sent(kind: str, transport: str, revision: str) -> None:
+async def test_content_of_an_unknown_kind_is_never_sent(
+    kind: str, transport: str, revision: str
+) -> None:
     """Unknown members are tolerated by the schemas, unknown kinds of content are not."""
     async with speak(transport, zoo(), revision) as client:
         blocks = (await client.tool("content", {"kind": kind}))["content"]
@@ -457,15 +518,19 @@ async def test_content_of_an_unknown_kind_is_never_sent(kind: str, transport: st
 
 
 @pytest.mark.parametrize("revision", REVISIONS)
-async def test_prompts_too_hold_only_known_kinds(revision: str) -> None:
+async def test_prompts_contain_only_known_kinds_of_content(revision: str) -> None:
     async with over_http(zoo(), revision) as client:
-        found = (await client.result("prompts/get", {"name": "greet", "arguments": {"who": "x"}}))["messages"]
+        found = (await client.result("prompts/get", {"name": "greet", "arguments": {"who": "x"}}))[
+            "messages"
+        ]
     assert found[0] == {"role": "user", "content": {"type": "text", "text": "hello x"}}
-    assert found[1]["content"]["type"] == ("resource_link" if has(CONTENT["resource_link"], revision) else "text")
+    assert found[1]["content"]["type"] == (
+        "resource_link" if has(CONTENT["resource_link"], revision) else "text"
+    )
 
 
 @every_way
-async def test_structured_content_begins_with_2025_06_18(transport: str, revision: str) -> None:
+async def test_structured_content_is_sent_from_2025_06_18_on(transport: str, revision: str) -> None:
     async with speak(transport, zoo(), revision) as client:
         found = await client.tool("point", {"x": 5})
     assert found["content"][0]["type"] == "text"  # for clients that read only text
@@ -483,7 +548,7 @@ async def test_progress_has_a_message_from_2025_03_26_on(transport: str, revisio
     assert told == [expected]
 
 
-# --- errors (matrix 1.2, 1.6) ----------------------------------------------------------------------------------------
+# --- errors (matrix 1.2, 1.6) ---------------------------------------------------------------------
 
 # fmt: off
 ERRORS = [
@@ -498,7 +563,8 @@ ERRORS = [
     ("prompts/get", {"name": "greet"},                            "-32602 -32602 -32602 -32602 -32602"),
     ("resources/read", {"uri": "test://nowhere"},                 "-32002 -32002 -32002 -32002 -32602"),
     ("tools/list", {"cursor": "mine"},                            "-32602 -32602 -32602 -32602 -32602"),
-    ("completion/complete", {"ref": {"type": "ref/prompt", "name": "no"}, "argument": {"name": "a", "value": ""}},
+    ("completion/complete", {"ref": {"type": "ref/prompt", "name": "no"},
+                             "argument": {"name": "a", "value": ""}},
                                                                   "-32602 -32602 -32602 -32602 -32602"),
 ]
 # fmt: on
@@ -510,8 +576,12 @@ async def test_errors_have_the_codes_of_the_revision(transport: str, revision: s
     async with speak(transport, zoo(), revision) as client:
         for method, params, cells in ERRORS:
             answer = await client.call(method, params)
-            is_error = answer.get("result", {}).get("isError")
-            found = ("result" if is_error else "success") if "result" in answer else str(answer["error"]["code"])
+            if "error" in answer:
+                found = str(answer["error"]["code"])
+            elif answer["result"].get("isError"):
+                found = "result"
+            else:
+                found = "success"
             expected = cells.split()[REVISIONS.index(revision)]
             if found != expected:
                 wrong.append((method, params, found, expected))
@@ -519,13 +589,13 @@ async def test_errors_have_the_codes_of_the_revision(transport: str, revision: s
 
 
 @pytest.mark.parametrize("revision", LEGACY)
-async def test_a_bad_level_is_invalid_params(revision: str) -> None:
+async def test_log_level_that_is_bad_is_invalid_params(revision: str) -> None:
     async with over_http(zoo(), revision) as client:
         assert (await client.error("logging/setLevel", {"level": "loud"}))["code"] == -32602
 
 
 @every_way
-async def test_a_resource_that_is_not_there_is_named(transport: str, revision: str) -> None:
+async def test_resource_that_is_not_there_is_named(transport: str, revision: str) -> None:
     async with speak(transport, zoo(), revision) as client:
         error = await client.error("resources/read", {"uri": "test://nowhere"})
     assert error["data"]["uri"] == "test://nowhere"
@@ -533,13 +603,17 @@ async def test_a_resource_that_is_not_there_is_named(transport: str, revision: s
 
 @pytest.mark.parametrize("revision", REVISIONS)
 @pytest.mark.parametrize("id", [b"1e400", b"1e5", b"1.50", b"9" * 400])
-async def test_an_invalid_message_is_answered_under_the_digits_of_its_id(revision: str, id: bytes) -> None:
-    """No float holds 1e400, and Python writes others of these numbers with other digits."""
+async def test_invalid_message_is_answered_with_the_digits_of_its_id(
+    revision: str, id: bytes
+) -> None:
+    """No float holds 1e400, and Python writes some of these numbers with other digits."""
     broken = b'{"jsonrpc":"2.0","id":' + id + b"}"
     async with over_http(make_app(), revision) as client:
         answered = await client.post(broken).started()
         assert answered.status == 400
-        assert (await answered.read()).startswith(b'{"jsonrpc":"2.0","id":' + id + b',"error":{"code":-32600,')
+        assert (await answered.read()).startswith(
+            b'{"jsonrpc":"2.0","id":' + id + b',"error":{"code":-32600,'
+        )
     async with over_stdio(make_app(), revision) as client:
         client.write(broken)
         assert (await client.line())["error"]["code"] == -32600
@@ -547,8 +621,12 @@ async def test_an_invalid_message_is_answered_under_the_digits_of_its_id(revisio
 
 @pytest.mark.parametrize("revision", LEGACY)
 @pytest.mark.parametrize("broken", [b"{", b"[]", b'"text"', b"17", b'{"jsonrpc":"2.0"}'])
-async def test_the_id_of_an_invalid_message(revision: str, broken: bytes) -> None:
-    """Trap 15: null until 2025-06-18, whose schemas want one; left out later, whose schemas have no null."""
+async def test_invalid_message_is_answered_with_the_id_of_the_revision(
+    revision: str, broken: bytes
+) -> None:
+    """Trap 15: null until 2025-06-18, where schemas require an id; omitted later, where they forbid
+    null.
+    """
     async with over_stdio(zoo(), revision) as client:
         client.write(broken)
         told = await client.line()
@@ -556,7 +634,22 @@ async def test_the_id_of_an_invalid_message(revision: str, broken: bytes) -> Non
     assert ("id" in told, told.get("id")) == ((False, None) if revision == R4 else (True, None))
 
 
-ODD: list[Any] = [None, True, 0, -1.5, 10**40, "", "x" * 300, "\x00", "\ud83d\ude00", [], [[]], {}, {"": None}, {"_meta": 5}]
+ODD: list[Any] = [
+    None,
+    True,
+    0,
+    -1.5,
+    10**40,
+    "",
+    "x" * 300,
+    "\x00",
+    "\ud83d\ude00",
+    [],
+    [[]],
+    {},
+    {"": None},
+    {"_meta": 5},
+]
 
 
 def bent(message: Any) -> list[Any]:
@@ -572,14 +665,29 @@ def bent(message: Any) -> list[Any]:
 CALLS: list[tuple[str, Any]] = [
     *((method, params or {}) for method, params, _ in METHODS),
     ("initialize", hello()["params"]),
-    ("tools/call", {"name": "content", "arguments": {"kind": "text"}, "inputResponses": {"a": {}}, "requestState": "s"}),
-    ("completion/complete", {"ref": REF, "argument": {"name": "who", "value": ""}, "context": {"arguments": {"a": "b"}}}),
+    (
+        "tools/call",
+        {
+            "name": "content",
+            "arguments": {"kind": "text"},
+            "inputResponses": {"a": {}},
+            "requestState": "s",
+        },
+    ),
+    (
+        "completion/complete",
+        {
+            "ref": REF,
+            "argument": {"name": "who", "value": ""},
+            "context": {"arguments": {"a": "b"}},
+        },
+    ),
 ]
 
 
 @pytest.mark.parametrize("revision", REVISIONS)
-async def test_no_message_breaks_the_server(revision: str) -> None:
-    """A bad message is its sender's fault, so the answer is neither 500 nor -32603."""
+async def test_server_survives_any_message(revision: str) -> None:
+    """A bad message is its sender's fault, so the answer is not 500 and not -32603."""
     wrong = []
     async with over_http(zoo(), revision) as client:
         for method, params in CALLS:
@@ -598,8 +706,8 @@ async def test_no_message_breaks_the_server(revision: str) -> None:
 
 
 @pytest.mark.parametrize("revision", REVISIONS)
-async def test_no_line_breaks_the_server(revision: str) -> None:
-    """The same on a pipe: every line is answered or met with silence, and the next one is served."""
+async def test_server_survives_any_line(revision: str) -> None:
+    """The same on a pipe: every line is answered or ignored, and the next one is served."""
     async with over_stdio(zoo(), revision) as client:
         for method, params in CALLS:
             for odd in bent(client.message(method, params)):
@@ -617,9 +725,12 @@ async def test_methods_of_another_revision_say_so() -> None:
     assert R5 in error["data"]["reason"]
 
 
-async def test_a_notification_that_is_a_request_runs_nothing() -> None:
-    """A tool call without an id does not run; the server answers with an error where the transport allows it."""
-    app, ran = make_app(), []
+async def test_notification_of_a_request_method_does_not_run() -> None:
+    """A tool call without an id does not run; the server answers with an error where the transport
+    allows it.
+    """
+    app = make_app()
+    ran = []
 
     @app.command
     def add(x: int) -> int:

@@ -17,7 +17,7 @@ from tests.mcp.desk import ALL, ANN, FORM, READS, desk, text
 from wirecall import App, Context
 
 
-async def test_the_state_changes_from_round_to_round() -> None:
+async def test_state_changes_from_round_to_round() -> None:
     async with over_http(desk(), R5, capabilities=ALL) as client:
         states: list[str] = []
         given: dict[str, Any] = {}
@@ -48,7 +48,7 @@ def forged(state: str) -> list[str]:
 
 
 @pytest.mark.parametrize("number", range(8))
-async def test_a_state_that_was_changed_is_an_error(number: int) -> None:
+async def test_state_that_was_changed_is_an_error(number: int) -> None:
     """Re-prompting is not enough."""
     async with over_http(desk(), R5, capabilities=ALL) as client:
         state = forged((await client.tool("elicit"))["requestState"])[number]
@@ -60,7 +60,7 @@ def who(headers: Mapping[str, str]) -> str | None:
     return headers.get("authorization")
 
 
-async def test_a_state_is_for_one_call_one_caller_and_one_server() -> None:
+async def test_state_is_for_one_call_one_caller_and_one_server() -> None:
     app = make_app(authenticate=who)
 
     @app.tool(annotations=READS)
@@ -77,25 +77,29 @@ async def test_a_state_is_for_one_call_one_caller_and_one_server() -> None:
         bob = {"authorization": "bob"}
         assert (await client.tool_error("ask", {"about": "b"}, members=members))["code"] == -32602
         assert (await client.tool_error("other", {"about": "a"}, members=members))["code"] == -32602
-        assert (await client.tool_error("ask", {"about": "a"}, members=members, headers=bob))["code"] == -32602
+        assert (await client.tool_error("ask", {"about": "a"}, members=members, headers=bob))[
+            "code"
+        ] == -32602
         assert text(await client.tool("ask", {"about": "a"}, members=members)) == "accept"
         strange = HttpClient(desk().asgi(), R5, ALL)
         found = await strange.call("tools/call", {"name": "elicit", **members})
         assert found["error"]["code"] == -32602
 
 
-async def test_a_session_id_is_not_accepted_as_a_state() -> None:
+async def test_session_id_is_not_accepted_as_a_state() -> None:
     """One seal for one use."""
     app = desk()
     async with over_http(app, R4) as old, over_http(app, R5, capabilities=ALL) as client:
         members = {"inputResponses": {"user_name": ANN}, "requestState": old.session}
         assert (await client.tool_error("elicit", members=members))["code"] == -32602
         state = (await client.tool("elicit"))["requestState"]
-        answer = await old.post(old.message("ping"), {**old.headers(), "mcp-session-id": state}).started()
+        answer = await old.post(
+            old.message("ping"), {**old.headers(), "mcp-session-id": state}
+        ).started()
         assert answer.status == 404
 
 
-async def test_an_old_state_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_state_that_is_old_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from wirecall.mcp.server import peer
 
     monkeypatch.setattr(peer, "STATE_LIFETIME", -1.0)
@@ -105,7 +109,7 @@ async def test_an_old_state_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
         assert (await client.tool_error("elicit", members=members))["code"] == -32602
 
 
-async def test_any_worker_takes_the_next_round() -> None:
+async def test_round_may_be_served_by_any_worker() -> None:
     def worker() -> App:
         app = make_app(secret="shared")
 
@@ -120,13 +124,19 @@ async def test_any_worker_takes_the_next_round() -> None:
         async with over_http(worker(), R5, capabilities=ALL) as client:
             result = await client.result("tools/call", params)
             (key,) = result["inputRequests"]
-            params = {"name": "rounds", "inputResponses": {key: ANN}, "requestState": result["requestState"]}
+            params = {
+                "name": "rounds",
+                "inputResponses": {key: ANN},
+                "requestState": result["requestState"],
+            }
     async with over_http(worker(), R5, capabilities=ALL) as client:
         assert text(await client.result("tools/call", params)) == "Ann Ann"
 
 
-@pytest.mark.parametrize("method", ["tools/list", "prompts/list", "resources/list", "server/discover"])
-async def test_nothing_else_takes_rounds(method: str) -> None:
+@pytest.mark.parametrize(
+    "method", ["tools/list", "prompts/list", "resources/list", "server/discover"]
+)
+async def test_rounds_are_ignored_by_other_methods(method: str) -> None:
     async with over_http(desk(), R5, capabilities=ALL) as client:
         assert (await client.result(method, {"inputResponses": {}}))["resultType"] == "complete"
 

@@ -1,4 +1,4 @@
-"""Harm that an attacker, a careless client or a bad moment must not cause."""
+"""Harm that an attacker, a careless client or bad timing must not cause."""
 
 import asyncio
 import json
@@ -28,9 +28,9 @@ from tests.mcp.asgi import (
 from tests.mcp.lab import FORM, READS, every_revision, who
 from wirecall import Context, Limits, RpcError
 from wirecall.ledger.base import LedgerDown
-from wirecall.mcp.server.sessions import Seals
+from wirecall.mcp.server.sessions import Sealer
 
-# --- owners of an answer --------------------------------------------------------------------------------------------
+# --- owners of an answer --------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True, params=rsgi.INTERFACES)
@@ -59,7 +59,7 @@ class Bank:
 
 
 @every_revision
-async def test_a_replay_is_authorized_again(revision: str) -> None:
+async def test_replay_is_authorized_again(revision: str) -> None:
     bank = Bank()
     async with over_http(bank.app, revision, headers={"authorization": "ann"}) as client:
         first = await client.tool("pay", meta={KEY: "k"})
@@ -77,15 +77,19 @@ async def test_another_caller_with_the_same_key_runs_its_own_command(revision: s
         bob = HttpClient(ann.asgi, revision, headers={"authorization": "bob"})
         await bob.open()
         for client, name in ((ann, "ann"), (bob, "bob"), (ann, "ann")):
-            assert (await client.tool("pay", meta={KEY: "k"}))["content"][0]["text"] == f"receipt of {name}"
+            assert (await client.tool("pay", meta={KEY: "k"}))["content"][0][
+                "text"
+            ] == f"receipt of {name}"
         await bob.close()
     assert bank.paid == ["ann", "bob"]
 
 
-async def test_the_same_on_rpc() -> None:
+async def test_replay_on_rpc_is_authorized_again() -> None:
     bank = Bank()
     asgi = bank.app.asgi()
-    body = json.dumps({"jsonrpc": "2.0", "id": 1, "method": "pay", "params": {"idempotency_key": "k"}}).encode()
+    body = json.dumps(
+        {"jsonrpc": "2.0", "id": 1, "method": "pay", "params": {"idempotency_key": "k"}}
+    ).encode()
 
     async def said(caller: str) -> str:
         exchange = Exchange(asgi, "POST", {**BASIC, "authorization": caller}, body, "/rpc")
@@ -99,7 +103,7 @@ async def test_the_same_on_rpc() -> None:
     await bank.app.aclose()
 
 
-async def test_an_empty_caller_name_is_refused() -> None:
+async def test_empty_caller_name_is_refused() -> None:
     """ANONYMOUS is "": a caller without valid credentials must not become the anonymous caller."""
     bank = Bank()
     for headers in (BASIC, {**BASIC, "authorization": ""}, {**BASIC, "authorization": " \t"}):
@@ -107,8 +111,8 @@ async def test_an_empty_caller_name_is_refused() -> None:
         assert answered.status == 401
 
 
-async def test_a_header_that_is_doubled_is_not_taken_for_its_first_value() -> None:
-    """Whatever header `authenticate` looks at: a proxy may have judged the other value."""
+async def test_header_that_is_doubled_is_not_taken_for_its_first_value() -> None:
+    """Whatever header `authenticate` looks at: a proxy may have checked the other value."""
     app = make_app(authenticate=lambda headers: {"s3cret": "ann"}.get(headers["x-api-key"]))
     once = [*BASIC.items(), ("x-api-key", "s3cret")]
     message = json.dumps(request("ping")).encode()
@@ -117,7 +121,7 @@ async def test_a_header_that_is_doubled_is_not_taken_for_its_first_value() -> No
     assert (await Exchange(app.asgi(), "POST", twice, message).started()).status == 401
 
 
-async def test_authenticate_may_not_take_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+async def test_authenticate_has_a_time_limit(caplog: pytest.LogCaptureFixture) -> None:
     async def stuck(headers: Mapping[str, str]) -> str:
         await asyncio.Event().wait()
         return ""
@@ -128,32 +132,56 @@ async def test_authenticate_may_not_take_for_ever(caplog: pytest.LogCaptureFixtu
     assert [record.levelname for record in caplog.records] == ["ERROR"]
 
 
-# --- sealed texts ----------------------------------------------------------------------------------------------------
+# --- sealed strings -------------------------------------------------------------------------------
 
 
-def test_a_sealed_text_is_for_one_use_one_caller_and_some_time() -> None:
+def test_sealed_string_is_for_one_use_one_caller_and_a_limited_time() -> None:
     now = [1000.0]
-    seals = Seals("secret", clock=lambda: now[0])
+    seals = Sealer("secret", clock=lambda: now[0])
     sealed = seals.seal("session", "ann", {"a": 1}, 10)
     opened = seals.open("session", "ann", sealed)
     assert opened is not None and bytes(opened.value) == b'{"a":1}'
     head, _, tail = sealed.partition(".")
     forged = [
-        *("", ".", head, f"{head}.", f".{tail}", f"{sealed}.", f"{sealed}=", f"{head}={tail}", sealed.upper()),
-        *(f"{head}.{tail}A", f"{head}A.{tail}", f" {sealed}", f"{sealed}\n", f"{head}\n.{tail}", "ü.ü", "\ud800.A", "\0"),
+        *(
+            "",
+            ".",
+            head,
+            f"{head}.",
+            f".{tail}",
+            f"{sealed}.",
+            f"{sealed}=",
+            f"{head}={tail}",
+            sealed.upper(),
+        ),
+        *(
+            f"{head}.{tail}A",
+            f"{head}A.{tail}",
+            f" {sealed}",
+            f"{sealed}\n",
+            f"{head}\n.{tail}",
+            "ü.ü",
+            "\ud800.A",
+            "\0",
+        ),
         *("A" * (1 << 20), f"{head}.{'A' * (1 << 20)}", f"{'A' * (1 << 20)}.{tail}", "." * 100_000),
-        Seals("another").seal("session", "ann", {"a": 1}, 10),
+        Sealer("another").seal("session", "ann", {"a": 1}, 10),
         tail + "." + head,
     ]
     attempts = [("session", "ann", text) for text in forged]
-    attempts += [("state", "ann", sealed), ("relay", "", sealed), ("session", "bob", sealed), ("session", "", sealed)]
+    attempts += [
+        ("state", "ann", sealed),
+        ("relay", "", sealed),
+        ("session", "bob", sealed),
+        ("session", "", sealed),
+    ]
     for use, caller, text in attempts:
         assert seals.open(use, caller, text) is None, (use, caller, text[:100])
     now[0] += 11
     assert seals.open("session", "ann", sealed) is None
 
 
-async def test_a_state_is_not_accepted_as_a_session() -> None:
+async def test_state_is_not_accepted_as_a_session() -> None:
     app = make_app()
 
     @app.tool
@@ -163,15 +191,19 @@ async def test_a_state_is_not_accepted_as_a_session() -> None:
     async with over_http(app, R5, capabilities={"elicitation": {}}) as client:
         state = (await client.tool("ask"))["requestState"]
         for session in (state, "ü" * 100, "A" * 20_000):
-            answered = await client.post(request("ping"), {**BASIC, "mcp-session-id": session}).started()
+            answered = await client.post(
+                request("ping"), {**BASIC, "mcp-session-id": session}
+            ).started()
             assert answered.status == 404
 
 
-# --- disconnects at any moment ---------------------------------------------------------------------------------------
+# --- disconnects at any moment --------------------------------------------------------------------
 
 
 class Till:
-    """Commands that pass their commit point on entry, in the middle, and in a thread; and a query that streams."""
+    """Commands that pass their commit point on entry, in the middle, and in a thread; and a query
+    that streams.
+    """
 
     def __init__(self) -> None:
         self.paid: list[str] = []
@@ -209,10 +241,12 @@ async def none_left() -> bool:
 @pytest.mark.parametrize("way", ["leave", "deaf", "cancel"])
 @pytest.mark.parametrize("tool", ["at_once", "later", "threaded"])
 @every_revision
-async def test_a_client_that_leaves_at_any_moment_finds_one_effect_and_leaves_nothing_behind(
+async def test_disconnect_at_any_moment_keeps_one_effect_and_leaves_no_task(
     revision: str, tool: str, way: str
 ) -> None:
-    """45 combinations, each at eight moments: the request ends, a retry gets the one outcome, no task is left."""
+    """45 combinations, each at eight moments: the request ends, a retry gets the outcome, no task
+    remains.
+    """
     for turns in range(0, 24, 3):
         till = Till()
         meta = {KEY: "k", "progressToken": 1, f"{PREFIX}logLevel": "debug"}
@@ -235,9 +269,10 @@ async def test_a_client_that_leaves_at_any_moment_finds_one_effect_and_leaves_no
         await eventually(none_left)
 
 
-async def test_nothing_runs_on_when_the_server_is_closed() -> None:
+async def test_call_does_not_outlive_a_closed_server() -> None:
     """Calls of older revisions outlive their clients, but not the server."""
-    app, cancelled = make_app(), asyncio.Event()
+    app = make_app()
+    cancelled = asyncio.Event()
 
     @app.tool(annotations=READS)
     async def wait(ctx: Context) -> None:
@@ -260,11 +295,13 @@ async def test_nothing_runs_on_when_the_server_is_closed() -> None:
     await eventually(none_left)
 
 
-# --- secrets in answers ----------------------------------------------------------------------------------------------
+# --- secrets in answers ---------------------------------------------------------------------------
 
 
 @every_revision
-async def test_no_text_of_an_exception_is_on_the_wire(revision: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_exception_text_is_never_sent(
+    revision: str, caplog: pytest.LogCaptureFixture
+) -> None:
     app = make_app()
 
     def broken(*_: Any) -> Any:
@@ -292,14 +329,19 @@ async def test_no_text_of_an_exception_is_on_the_wire(revision: str, caplog: pyt
         ("resources/read", {"uri": "test://x"}),
         (
             "completion/complete",
-            {"ref": {"type": "ref/resource", "uri": "test://{name}"}, "argument": {"name": "name", "value": ""}},
+            {
+                "ref": {"type": "ref/resource", "uri": "test://{name}"},
+                "argument": {"name": "name", "value": ""},
+            },
         ),
     ]
     async with over_http(app, revision) as client, over_stdio(app, revision) as pipe:
         for each in (client, pipe):
             for method, params in calls:
                 told = json.dumps(await each.call(method, params))
-                assert "hunter2" not in told and "Traceback" not in told and "ValueError" not in told
+                assert (
+                    "hunter2" not in told and "Traceback" not in told and "ValueError" not in told
+                )
     assert "correct horse" not in caplog.text  # params are never logged
 
 
@@ -322,7 +364,10 @@ async def test_tokens_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     """The caller's name is, as in the ledger; what proves it is not."""
     caplog.set_level(logging.DEBUG)
     names = {"Bearer t0ken": "ada"}
-    app = make_app(authenticate=lambda headers: names.get(headers.get("authorization", "")), secret="top s3cret")
+    app = make_app(
+        authenticate=lambda headers: names.get(headers.get("authorization", "")),
+        secret="top s3cret",
+    )
 
     @app.command
     def pay() -> None:

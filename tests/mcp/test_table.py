@@ -1,4 +1,6 @@
-"""The table in docs/mcp.md matches the table in the code; test_revisions checks that the server follows it."""
+"""The table in docs/mcp.md matches the table in the code; test_revisions checks that the server
+follows it.
+"""
 
 import re
 from pathlib import Path
@@ -17,7 +19,12 @@ ROWS = {
     "every request describes itself; `server/discover`": ["envelope", "request server/discover"],
     "arrays of messages": ["array"],
     "`ping`, `logging/setLevel`, `resources/subscribe`": [
-        *("request ping", "request logging/setLevel", "request resources/subscribe", "request resources/unsubscribe")
+        *(
+            "request ping",
+            "request logging/setLevel",
+            "request resources/subscribe",
+            "request resources/unsubscribe",
+        )
     ],
     "`subscriptions/listen`": ["request subscriptions/listen"],
     "completions declared": ["capability completions"],
@@ -43,34 +50,38 @@ WORDS = {None: "no", "+": "yes"}
 
 def drawn() -> dict[str, list[str]]:
     table = PAGE.partition("## Revisions")[2].partition("\n\nAn array")[0]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()]
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()
+    ]
     assert tuple(cells[0][1:]) == NAMES
     return {row[0]: row[1:] for row in cells[2:]}
 
 
-def test_every_row_of_the_page_is_one_of_the_code_s() -> None:
+def test_page_rows_are_rows_of_the_code() -> None:
     assert list(drawn()) == list(ROWS)
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_the_page_matches_the_code(row: str) -> None:
+def test_page_matches_the_code(row: str) -> None:
     for name in ROWS[row]:
         values = [revision.value(name) for revision in REVISIONS.values()]
         assert drawn()[row] == [WORDS.get(value, str(value)) for value in values], name
 
 
-def test_an_unknown_row_is_a_mistake_and_not_a_no() -> None:
+def test_unknown_row_raises() -> None:
     with pytest.raises(KeyError):
         REVISIONS["2025-11-25"].has("request tools/cal")
 
 
-def test_the_page_names_only_known_revisions() -> None:
+def test_page_names_only_known_revisions() -> None:
     assert set(re.findall(r"\b20\d\d-\d\d-\d\d\b", PAGE)) == set(NAMES)
 
 
-def test_every_row_is_asked_for() -> None:
+def test_table_rows_are_all_read_by_code() -> None:
     """A row that no code reads would promise a difference that does not exist."""
     source = "".join(path.read_text() for path in (ROOT / "src" / "wirecall").rglob("*.py"))
     asked = set(re.findall(r"(?:has|value)\(f?\"([^\"]+)\"\)", source))
     kinds = {row.partition("{")[0] for row in asked if "{" in row} | {"request ", "notification "}
-    assert [row for row in revisions._TABLE if row not in asked and not row.startswith(tuple(kinds))] == []
+    assert [
+        row for row in revisions._TABLE if row not in asked and not row.startswith(tuple(kinds))
+    ] == []

@@ -1,4 +1,4 @@
-"""Tasks under races: what two servers, or a client and a handler, do at the same moment, in many rounds."""
+"""Races of tasks: two servers, or a client and a handler, act at the same moment, in many rounds."""
 
 import asyncio
 import random
@@ -9,12 +9,12 @@ import pytest
 
 from tests.calls import make_app
 from tests.mcp.asgi import KEY, Client
-from tests.mcp.test_task_rules import BOOL, OVER, get, start, talk, until
+from tests.mcp.task_talk import BOOL, OVER, get, start, talk, until
 from tests.servers import DURABLE, Store
 from tests.size import sized
 from wirecall import App, Context
 from wirecall.ledger.base import Claim, LedgerDown, Record, RecordId
-from wirecall.server.call import ANONYMOUS
+from wirecall.protocol.sender import ANONYMOUS
 
 ROUNDS = sized(small=6, full=200)
 SECONDS = 3600.0
@@ -57,9 +57,14 @@ async def late(work: Any, turns: int) -> None:
 
 @pytest.mark.parametrize("handles", [1, 2])
 @pytest.mark.parametrize("tool", ["pay", "ask"])
-async def test_a_task_is_cancelled_or_completed_and_its_effect_agrees(store: Store, tool: str, handles: int) -> None:
-    """With two handles, another server takes the cancellation than the one that runs the task."""
-    desk, ends = Desk(store), set[str]()
+async def test_task_is_cancelled_or_completed_and_its_effect_agrees(
+    store: Store, tool: str, handles: int
+) -> None:
+    """With two handles, the server that receives the cancellation is not the one that runs the
+    task.
+    """
+    desk = Desk(store)
+    ends = set[str]()
     async with AsyncExitStack() as stack:
         first, *others = [await stack.enter_async_context(talk(app)) for app in desk.apps[:handles]]
         canceller = others[0] if others else first
@@ -68,7 +73,9 @@ async def test_a_task_is_cancelled_or_completed_and_its_effect_agrees(store: Sto
             desk.turns = random.choice((0, 1, 5, 50, 500))
             task = await start(first, tool, {"name": name})
             params = {"taskId": task["taskId"]}
-            work = [late(canceller.result("tasks/cancel", params), random.choice((0, 1, 5, 50, 500)))]
+            work = [
+                late(canceller.result("tasks/cancel", params), random.choice((0, 1, 5, 50, 500)))
+            ]
             if tool == "ask":
                 await until(first, task, "input_required")
                 given = {"sure": {"action": "accept", "content": {"sure": True}}}
@@ -84,9 +91,15 @@ async def test_a_task_is_cancelled_or_completed_and_its_effect_agrees(store: Sto
 
 
 @pytest.mark.parametrize("store", DURABLE, indirect=True)
-async def test_a_task_that_another_server_cancelled_does_not_go_on(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer comes first, but the claim of the next leg reaches the ledger after the record was given back."""
-    desk, claims, gate = Desk(store), asyncio.Queue[Claim](), asyncio.Event()
+async def test_task_cancelled_by_another_server_does_not_continue(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer arrives first, but the next leg's claim reaches the ledger after the record was
+    released.
+    """
+    desk = Desk(store)
+    claims = asyncio.Queue[Claim]()
+    gate = asyncio.Event()
     async with AsyncExitStack() as stack:
         first, second = [await stack.enter_async_context(talk(app)) for app in desk.apps]
         task = await start(first, "ask", {"name": "n"})
@@ -99,23 +112,30 @@ async def test_a_task_that_another_server_cancelled_does_not_go_on(store: Store,
             await gate.wait()
             return await inner(claim)
 
+        async def stay_away(_id: str) -> None: ...
+
         monkeypatch.setattr(ledger, "claim", late_claim)
+        # The second server, which looks for tasks when it starts, may find this one ready.
+        monkeypatch.setattr(desk.apps[1].mcp().task_runner, "resume", stay_away)
         given = {"sure": {"action": "accept", "content": {"sure": True}}}
         await first.result("tasks/update", {"taskId": task["taskId"], "inputResponses": given})
         claim = await claims.get()
         await second.result("tasks/cancel", {"taskId": task["taskId"]})
         await until(second, task, "cancelled")
         gate.set()
-        while desk.apps[0].mcp().tasks.works:
+        while desk.apps[0].mcp().task_runner.runs:
             await get(first, task)
         assert (await get(first, task))["status"] == "cancelled"
         assert await ledger.get(claim.id) is None
     assert desk.effects == []
 
 
-async def test_a_task_that_asks_before_it_hears_of_its_cancellation_ends(store: Store) -> None:
-    """Another server has taken the wish, and the one that runs the task hears of it with the next renewal of its lease."""
-    begun, gate = asyncio.Event(), asyncio.Event()
+async def test_task_that_asks_before_it_learns_of_its_cancellation_ends(store: Store) -> None:
+    """Another server receives the cancellation; the task's server learns of it when it renews its
+    lease.
+    """
+    begun = asyncio.Event()
+    gate = asyncio.Event()
 
     def make() -> App:
         app = make_app(ledger=store.url)
@@ -136,11 +156,15 @@ async def test_a_task_that_asks_before_it_hears_of_its_cancellation_ends(store: 
         assert (await until(first, task, *OVER))["status"] == "cancelled"
 
 
-async def test_an_answer_that_comes_before_its_server_knows_that_the_task_waits_is_not_left(
+async def test_answer_that_arrives_before_its_server_knows_that_the_task_waits_is_used(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ledger shows the question to every server, and the one that asked has not heard that yet."""
-    desk, suspended, gate = Desk(store), asyncio.Event(), asyncio.Event()
+    """The ledger shows the question to every server before the one that asked learns that it was
+    recorded.
+    """
+    desk = Desk(store)
+    suspended = asyncio.Event()
+    gate = asyncio.Event()
     ledger = await desk.apps[0].ledger()
     suspend = ledger.suspend
 
@@ -156,16 +180,21 @@ async def test_an_answer_that_comes_before_its_server_knows_that_the_task_waits_
         await suspended.wait()
         given = {"sure": {"action": "accept", "content": {"sure": True}}}
         await client.result("tasks/update", {"taskId": task["taskId"], "inputResponses": given})
-        for _ in range(3):  # the server looks at its task, which it still has
+        for _ in range(3):  # the server checks its task, which it still runs
             await get(client, task)
         gate.set()
         assert (await until(client, task, *OVER))["status"] == "completed"
     assert desk.effects == ["n"]
 
 
-async def test_a_question_that_is_written_again_does_not_undo_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ledger has the question, its reply is lost, and the client answers before the server tries again."""
-    app, effects = make_app(), list[str]()
+async def test_question_that_is_written_again_does_not_undo_its_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The ledger has the question, its reply is lost, and the client answers before the server
+    tries again.
+    """
+    app = make_app()
+    effects = list[str]()
 
     @app.command(task=True)
     async def ask(ctx: Context) -> None:
@@ -174,8 +203,12 @@ async def test_a_question_that_is_written_again_does_not_undo_its_answer(monkeyp
         effects.append("done")
 
     ledger = await app.ledger()
-    suspend, find = ledger.suspend, ledger.task
-    asked, answered, again, is_down = asyncio.Event(), asyncio.Event(), asyncio.Event(), False
+    suspend = ledger.suspend
+    find = ledger.task
+    asked = asyncio.Event()
+    answered = asyncio.Event()
+    again = asyncio.Event()
+    is_down = False
 
     async def lost(*given: Any) -> bool:
         nonlocal is_down
@@ -201,22 +234,22 @@ async def test_a_question_that_is_written_again_does_not_undo_its_answer(monkeyp
         given = {"sure": {"action": "accept", "content": {"sure": True}}}
         await client.result("tasks/update", {"taskId": made["taskId"], "inputResponses": given})
         answered.set()
-        for _ in range(100):  # turns of the loop, in which the leg ends
+        for _ in range(100):  # turns of the loop, during which the leg ends
             await asyncio.sleep(0)
-        assert not app.mcp().tasks.works
+        assert not app.mcp().task_runner.runs
         is_down = False
         await again.wait()
         assert list(await ledger.orphans()) == [made["taskId"]]
-        await app.mcp().tasks.adopt()
+        await app.mcp().task_runner.adopt()
         assert (await until(client, made, *OVER))["status"] == "completed"
     assert effects == ["done"]
 
 
 @pytest.mark.parametrize("store", DURABLE, indirect=True)
-async def test_a_server_that_is_late_with_its_claim_goes_on_with_the_answers_as_they_stand(
+async def test_server_with_a_late_claim_continues_with_the_current_answers(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Meanwhile the other one has run two legs, and the task waits for its third answer."""
+    """By then the other one has run two legs, and the task waits for its third answer."""
     keys = ("a", "b", "c")
 
     def make() -> App:
@@ -224,7 +257,9 @@ async def test_a_server_that_is_late_with_its_claim_goes_on_with_the_answers_as_
 
         @app.command(task=True, lease=SECONDS)
         async def ask(ctx: Context) -> int:
-            return sum([(await ctx.elicit(f"{key}?", BOOL, key=key)).content["sure"] for key in keys])
+            return sum(
+                [(await ctx.elicit(f"{key}?", BOOL, key=key)).content["sure"] for key in keys]
+            )
 
         return app
 
@@ -240,7 +275,9 @@ async def test_a_server_that_is_late_with_its_claim_goes_on_with_the_answers_as_
             await client.result("tasks/update", {"taskId": task["taskId"], "inputResponses": given})
 
         ledger = await apps[1].ledger()
-        inner, claimed, gate = ledger.claim, asyncio.Event(), asyncio.Event()
+        inner = ledger.claim
+        claimed = asyncio.Event()
+        gate = asyncio.Event()
 
         async def late_claim(claim: Claim) -> Record:
             claimed.set()
@@ -250,12 +287,12 @@ async def test_a_server_that_is_late_with_its_claim_goes_on_with_the_answers_as_
         monkeypatch.setattr(ledger, "claim", late_claim)
         await answer(second, "a")
         await claimed.wait()
-        await apps[0].mcp().tasks.resume(task["taskId"])
+        await apps[0].mcp().task_runner.resume(task["taskId"])
         await answer(first, "b")
         while list((await until(first, task, "input_required"))["inputRequests"]) != ["c"]:
             continue
         gate.set()
-        while apps[1].mcp().tasks.works:
+        while apps[1].mcp().task_runner.runs:
             await get(second, task)
         assert (await get(second, task))["status"] == "input_required"
         await answer(second, "c")
@@ -263,11 +300,12 @@ async def test_a_server_that_is_late_with_its_claim_goes_on_with_the_answers_as_
 
 
 @pytest.mark.parametrize("store", DURABLE, indirect=True)
-async def test_a_server_that_finds_another_at_work_does_not_end_the_task(
+async def test_server_that_finds_another_at_work_does_not_end_the_task(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its patience is over in the moment in which the other server's leg ends with a question."""
-    begun, gate = asyncio.Event(), asyncio.Event()
+    """It stops waiting at the moment when the other server's leg ends with a question."""
+    begun = asyncio.Event()
+    gate = asyncio.Event()
 
     def make() -> App:
         app = make_app(ledger=store.url)
@@ -287,7 +325,9 @@ async def test_a_server_that_finds_another_at_work_does_not_end_the_task(
         await until(first, task, "input_required")
         async with talk(apps[1]) as second:
             ledger = await apps[1].ledger()
-            inner, claims, turns = ledger.claim, asyncio.Queue[Claim](), asyncio.Semaphore(0)
+            inner = ledger.claim
+            claims = asyncio.Queue[Claim]()
+            turns = asyncio.Semaphore(0)
 
             async def late_claim(claim: Claim) -> Record:
                 claims.put_nowait(claim)
@@ -298,11 +338,11 @@ async def test_a_server_that_finds_another_at_work_does_not_end_the_task(
             given = {"sure": {"action": "accept", "content": {"sure": True}}}
             await second.result("tasks/update", {"taskId": task["taskId"], "inputResponses": given})
             await claims.get()
-            working = asyncio.create_task(apps[0].mcp().tasks.resume(task["taskId"]))
+            working = asyncio.create_task(apps[0].mcp().task_runner.resume(task["taskId"]))
             await begun.wait()
             for _ in range(2):  # it claims, waits for a moment, and claims for the last time
                 turns.release()
-            while apps[1].mcp().tasks.works:
+            while apps[1].mcp().task_runner.runs:
                 await get(second, task)
             gate.set()
             await working
@@ -315,8 +355,10 @@ ADOPTED = [*((kind, "unknown") for kind in DURABLE), ("postgres", "transactional
 
 
 @pytest.mark.parametrize(("store", "mode"), ADOPTED, indirect=["store"])
-async def test_a_server_whose_task_was_adopted_does_not_end_it(store: Store, mode: Any) -> None:
-    begun, gates, runs = asyncio.Queue[int](), [asyncio.Event(), asyncio.Event()], list[int]()
+async def test_server_whose_task_was_adopted_does_not_end_it(store: Store, mode: Any) -> None:
+    begun = asyncio.Queue[int]()
+    gates = [asyncio.Event(), asyncio.Event()]
+    runs = list[int]()
 
     def make(number: int) -> App:
         app = make_app(ledger=store.url)
@@ -340,7 +382,7 @@ async def test_a_server_whose_task_was_adopted_does_not_end_it(store: Store, mod
         second = await stack.enter_async_context(talk(apps[1]))
         assert await begun.get() == 1
         gates[0].set()
-        while apps[0].mcp().tasks.works:
+        while apps[0].mcp().task_runner.runs:
             await get(first, task)
         assert (await get(second, task))["status"] == "working"
         gates[1].set()
@@ -352,7 +394,7 @@ async def test_a_server_whose_task_was_adopted_does_not_end_it(store: Store, mod
 
 
 @pytest.mark.parametrize("turns", range(8))
-async def test_a_stream_of_tasks_ends_although_a_task_changes_in_the_same_turn(turns: int) -> None:
+async def test_stream_of_tasks_ends_although_a_task_changes_in_the_same_turn(turns: int) -> None:
     async def send(state: Any) -> None:
         raise AssertionError(f"no task has this id: {state}")
 
@@ -360,7 +402,7 @@ async def test_a_stream_of_tasks_ends_although_a_task_changes_in_the_same_turn(t
     following = asyncio.create_task(server.tasks.listen(frozenset({"a"}), ANONYMOUS, send))
     for _ in range(5):
         await asyncio.sleep(0)
-    server.hub.tell("task", "a")
+    server.hub.notify("task", "a")
     for _ in range(turns):
         await asyncio.sleep(0)
     following.cancel()

@@ -1,107 +1,111 @@
-"""Tasks (SEP-2663, 2026-07-28): how a call becomes one, what its client sees of it, and how it ends."""
+"""Tasks (SEP-2663, 2026-07-28): how a call becomes one, what its client sees of it, and how it
+ends.
+"""
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.calls import make_app
-from tests.mcp.asgi import KEY, PATIENCE, R4, R5, REPLAYED, TRANSPORTS, Client, HttpClient, over_http, speak
-from wirecall import App, Context, DomainError, Limits, NotDone, ProtocolError, ToolAnnotations, UsageError
+from tests.mcp.asgi import (
+    KEY,
+    PATIENCE,
+    R4,
+    REPLAYED,
+    TRANSPORTS,
+    Client,
+    HttpClient,
+    over_http,
+)
+from tests.mcp.task_talk import BOOL, DECLARED, OVER, TASKS, Desk, get, start, talk, until
+from wirecall import (
+    Context,
+    DomainError,
+    Limits,
+    NotDone,
+    ProtocolError,
+    ToolAnnotations,
+    UsageError,
+)
 
-TASKS = "io.modelcontextprotocol/tasks"
-DECLARED: dict[str, Any] = {"extensions": {TASKS: {}}, "elicitation": {}}
 READS = ToolAnnotations(readOnlyHint=True)
-OVER = {"completed", "failed", "cancelled"}
-BOOL = {"type": "object", "properties": {"sure": {"type": "boolean"}}, "required": ["sure"]}
-
-
-class Desk:
-    """An app whose commands wait for a gate, and the effects that they had."""
-
-    def __init__(self, **options: Any) -> None:
-        self.app = make_app(**options)
-        self.begun, self.gate, self.effects = asyncio.Event(), asyncio.Event(), list[str]()
-
-    async def act(self, name: str) -> str:
-        self.effects.append(name)
-        self.begun.set()
-        await self.gate.wait()
-        return f"{name} is done"
-
-
-@asynccontextmanager
-async def talk(app: App, transport: str = "http", capabilities: Any = None) -> AsyncIterator[Client]:
-    async with asyncio.timeout(PATIENCE), app, speak(transport, app, R5, capabilities=capabilities or DECLARED) as client:
-        yield client
-
-
-async def start(client: Client, name: str, arguments: Any = None, members: Any = None, **more: Any) -> Any:
-    """Call a tool that becomes a task, and return the task."""
-    told = await client.tool(name, arguments or {}, members=members, **more)
-    assert told["resultType"] == "task", told
-    assert not {"result", "error", "inputRequests", "requestState"} & told.keys()
-    return told
-
-
-async def get(client: Client, task: Any) -> Any:
-    told = await client.result("tasks/get", {"taskId": task["taskId"]})
-    assert told["resultType"] == "complete"
-    assert told["taskId"] == task["taskId"]
-    return told
-
-
-async def until(client: Client, task: Any, *statuses: str) -> Any:
-    while True:
-        told = await get(client, task)
-        if told["status"] in statuses:
-            return told
 
 
 async def code_of(client: Client, method: str, params: Any) -> int:
     return int((await client.call(method, params))["error"]["code"])
 
 
-# --- how a call becomes a task -----------------------------------------------------------------------------------------
+# --- how a call becomes a task --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_a_call_of_a_declared_tool_becomes_a_task(transport: str) -> None:
+async def test_call_of_a_declared_tool_becomes_a_task(transport: str) -> None:
     desk = Desk()
     desk.app.command(name="render", task=True, task_ttl=60, retention=40)(desk.act)
     async with talk(desk.app, transport) as client:
         task = await start(client, "render", {"name": "film"})
         assert (task["status"], task["ttlMs"], task["pollIntervalMs"]) == ("working", 100_000, 1000)
         assert task["createdAt"] == task["lastUpdatedAt"]
-        assert len(task["taskId"]) >= 43  # 32 random bytes
+        assert len(task["taskId"]) >= 43  # 32 random bytes, encoded
         await desk.begun.wait()
         assert (await get(client, task))["status"] == "working"
         desk.gate.set()
         told = await until(client, task, *OVER)
-        assert (told["status"], told["result"]["content"][0]["text"]) == ("completed", "film is done")
+        assert (told["status"], told["result"]["content"][0]["text"]) == (
+            "completed",
+            "film is done",
+        )
     assert desk.effects == ["film"]
 
 
-@pytest.mark.parametrize("capabilities", [{"elicitation": {}}, {"extensions": {}}, {"extensions": {TASKS: 1}}])
-async def test_a_client_that_does_not_declare_the_extension_gets_the_result(capabilities: Any) -> None:
+async def test_task_id_begins_with_a_letter_or_a_digit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command line takes a word that begins with "-" for an option."""
+    drawn = [b"\xf8" * 32, b"\xfc" * 32]  # "-..." and "_..."
+    real = os.urandom
+    monkeypatch.setattr(
+        os, "urandom", lambda size: drawn.pop() if size == 32 and drawn else real(size)
+    )
+    desk = Desk()
+    desk.gate.set()
+    desk.app.command(name="render", task=True)(desk.act)
+    async with talk(desk.app) as client:
+        task = await start(client, "render", {"name": "film"})
+        assert not drawn and task["taskId"][0].isalnum()
+        assert (await until(client, task, *OVER))["status"] == "completed"
+
+
+@pytest.mark.parametrize(
+    "capabilities", [{"elicitation": {}}, {"extensions": {}}, {"extensions": {TASKS: 1}}]
+)
+async def test_client_that_does_not_declare_the_extension_gets_the_result(
+    capabilities: Any,
+) -> None:
     desk = Desk()
     desk.gate.set()
     desk.app.command(name="render", task=True)(desk.act)
     desk.app.command(name="must", task="required")(desk.act)
     async with talk(desk.app, capabilities=capabilities) as client:
-        assert (await client.tool("render", {"name": "film"}))["content"][0]["text"] == "film is done"
-        refused = (await client.call("tools/call", {"name": "must", "arguments": {"name": "film"}}))["error"]
-        assert (refused["code"], refused["data"]["requiredCapabilities"]) == (-32021, {"extensions": {TASKS: {}}})
+        assert (await client.tool("render", {"name": "film"}))["content"][0][
+            "text"
+        ] == "film is done"
+        refused = (
+            await client.call("tools/call", {"name": "must", "arguments": {"name": "film"}})
+        )["error"]
+        assert (refused["code"], refused["data"]["requiredCapabilities"]) == (
+            -32021,
+            {"extensions": {TASKS: {}}},
+        )
         for method in ("tasks/get", "tasks/cancel", "tasks/update"):
-            assert await code_of(client, method, {"taskId": "unknown", "inputResponses": {}}) == -32021
+            assert (
+                await code_of(client, method, {"taskId": "unknown", "inputResponses": {}}) == -32021
+            )
     assert desk.effects == ["film"]
 
 
-async def test_an_older_revision_gets_the_result_of_every_tool() -> None:
+async def test_older_revision_gets_the_result_of_every_tool() -> None:
     desk = Desk()
     desk.gate.set()
     desk.app.command(name="must", task="required")(desk.act)
@@ -110,15 +114,17 @@ async def test_an_older_revision_gets_the_result_of_every_tool() -> None:
         assert await code_of(client, "tasks/get", {"taskId": "x"}) == -32601
 
 
-async def test_a_server_without_such_tools_does_not_have_the_extension() -> None:
+async def test_server_without_such_tools_does_not_have_the_extension() -> None:
     app = make_app()
     app.command(name="plain")(lambda: 1)
     async with talk(app) as client:
-        assert TASKS not in (await client.result("server/discover"))["capabilities"].get("extensions", {})
+        assert TASKS not in (await client.result("server/discover"))["capabilities"].get(
+            "extensions", {}
+        )
         assert await code_of(client, "tasks/get", {"taskId": "x"}) == -32601
 
 
-async def test_after_some_seconds_a_running_call_becomes_a_task() -> None:
+async def test_call_becomes_a_task_after_some_seconds() -> None:
     desk = Desk()
     desk.app.command(name="render", task=0.05)(desk.act)
     async with talk(desk.app) as client:
@@ -129,16 +135,19 @@ async def test_after_some_seconds_a_running_call_becomes_a_task() -> None:
     assert desk.effects == ["slow"]
 
 
-async def test_a_call_that_ends_in_time_stays_a_call() -> None:
+async def test_call_that_ends_in_time_stays_a_call() -> None:
     desk = Desk()
     desk.gate.set()
     desk.app.command(name="render", task=PATIENCE)(desk.act)
     async with talk(desk.app) as client:
-        assert (await client.tool("render", {"name": "quick"}))["content"][0]["text"] == "quick is done"
+        assert (await client.tool("render", {"name": "quick"}))["content"][0][
+            "text"
+        ] == "quick is done"
 
 
-async def test_a_function_asks_in_its_request_and_goes_on_as_a_task_where_it_hands_over() -> None:
-    app, runs = make_app(), list[str]()
+async def test_call_asks_in_its_request_and_becomes_a_task_where_it_hands_over() -> None:
+    app = make_app()
+    runs = list[str]()
 
     @app.command(task=True)
     async def render(ctx: Context) -> str:
@@ -164,15 +173,15 @@ async def test_a_function_asks_in_its_request_and_goes_on_as_a_task_where_it_han
 
 
 @pytest.mark.parametrize("task", [0, -1, "maybe", False, float("nan")])
-def test_a_task_is_declared_in_one_of_three_ways(task: Any) -> None:
+def test_task_declaration_that_is_invalid_is_refused(task: Any) -> None:
     with pytest.raises(UsageError, match="task must be True"):
         make_app().command(name="render", task=task)(lambda: 1)
 
 
-# --- how it ends -------------------------------------------------------------------------------------------------------
+# --- how it ends ----------------------------------------------------------------------------------
 
 
-async def test_a_task_gives_what_the_call_would_have_given() -> None:
+async def test_task_returns_what_the_call_would_have_returned() -> None:
     app = make_app()
 
     @app.tool(annotations=READS, task=True)
@@ -195,7 +204,10 @@ async def test_a_task_gives_what_the_call_would_have_given() -> None:
         told = await until(client, await start(client, "refuse"), *OVER)
         assert (told["status"], told["result"]["isError"]) == ("completed", True)
         told = await until(client, await start(client, "end"), *OVER)
-        assert (told["status"], told["error"]) == ("failed", {"code": -32000, "message": "gone", "data": {"why": "x"}})
+        assert (told["status"], told["error"]) == (
+            "failed",
+            {"code": -32000, "message": "gone", "data": {"why": "x"}},
+        )
         assert "result" not in told
         told = await until(client, await start(client, "fail"), *OVER)
         assert (told["status"], told["result"]["isError"]) == ("completed", True)
@@ -206,7 +218,7 @@ async def test_a_task_gives_what_the_call_would_have_given() -> None:
         assert plainly["isError"] is True  # arguments that do not fit make no task
 
 
-async def test_an_unknown_outcome_is_a_failed_task_and_stays_one() -> None:
+async def test_unknown_outcome_is_a_failed_task_and_stays_one() -> None:
     app = make_app()
 
     @app.command(task=True)
@@ -217,13 +229,18 @@ async def test_an_unknown_outcome_is_a_failed_task_and_stays_one() -> None:
     async with talk(app) as client:
         task = await start(client, "pay", meta={KEY: "k"})
         told = await until(client, task, *OVER)
-        assert (told["status"], told["error"]["code"], told["error"]["data"]["ran"]) == ("failed", 50910, "unknown")
+        assert (told["status"], told["error"]["code"], told["error"]["data"]["ran"]) == (
+            "failed",
+            50910,
+            "unknown",
+        )
         assert await app.resolve("tools/call:pay", "k", NotDone())
         assert (await get(client, task))["error"] == told["error"]
 
 
-async def test_progress_and_log_are_the_status_of_a_task() -> None:
-    app, gate = make_app(), asyncio.Event()
+async def test_task_status_shows_progress_and_log() -> None:
+    app = make_app()
+    gate = asyncio.Event()
 
     @app.command(task=True)
     async def render(ctx: Context) -> str:
@@ -241,8 +258,8 @@ async def test_progress_and_log_are_the_status_of_a_task() -> None:
         assert not client.heard
 
 
-async def test_a_status_that_json_cannot_carry_does_not_cost_the_task() -> None:
-    """Python has halves of characters where the name of a file is not UTF-8."""
+async def test_task_survives_a_status_that_json_cannot_carry() -> None:
+    """Python strings have lone surrogates where the name of a file is not UTF-8."""
     app = make_app()
 
     @app.command(task=True)
@@ -255,28 +272,38 @@ async def test_a_status_that_json_cannot_carry_does_not_cost_the_task() -> None:
         assert (told["status"], told["result"]["content"][0]["text"]) == ("completed", "done")
 
 
-# --- questions ---------------------------------------------------------------------------------------------------------
+# --- questions ------------------------------------------------------------------------------------
 
 
-async def test_a_task_asks_and_takes_each_answer_once() -> None:
+async def test_task_asks_and_takes_each_answer_once() -> None:
     app = make_app()
 
     @app.command(task=True)
     async def close(ctx: Context) -> list[Any]:
-        return [answer.content for answer in await ctx.ask(ctx.elicit("A?", BOOL, key="a"), ctx.elicit("B?", BOOL, key="b"))]
+        return [
+            answer.content
+            for answer in await ctx.ask(
+                ctx.elicit("A?", BOOL, key="a"), ctx.elicit("B?", BOOL, key="b")
+            )
+        ]
 
     async with talk(app) as client:
         task = await start(client, "close")
         told = await until(client, task, "input_required")
-        assert {key: each["method"] for key, each in told["inputRequests"].items()} == dict.fromkeys(
-            "ab", "elicitation/create"
-        )
+        assert {
+            key: each["method"] for key, each in told["inputRequests"].items()
+        } == dict.fromkeys("ab", "elicitation/create")
 
         async def answer(**given: Any) -> Any:
-            responses = {key: {"action": "accept", "content": content} for key, content in given.items()}
-            return await client.call("tasks/update", {"taskId": task["taskId"], "inputResponses": responses})
+            responses = {
+                key: {"action": "accept", "content": content} for key, content in given.items()
+            }
+            return await client.call(
+                "tasks/update", {"taskId": task["taskId"], "inputResponses": responses}
+            )
 
-        assert (await answer(a={"sure": "perhaps"}))["error"]["code"] == -32602  # it does not fit, and nothing is lost
+        # It does not fit, and nothing is lost.
+        assert (await answer(a={"sure": "perhaps"}))["error"]["code"] == -32602
         assert (await answer(other={"sure": True}))["result"]["resultType"] == "complete"
         await answer(a={"sure": True})
         assert list((await get(client, task))["inputRequests"]) == ["b"]
@@ -288,8 +315,11 @@ async def test_a_task_asks_and_takes_each_answer_once() -> None:
         assert await get(client, task) == told
 
 
-async def test_another_question_under_a_used_key_is_an_error_of_the_function(caplog: pytest.LogCaptureFixture) -> None:
-    app, questions = make_app(), iter(["First?", "Another?"])
+async def test_question_under_a_used_key_is_an_error_of_the_function(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    app = make_app()
+    questions = iter(["First?", "Another?"])
 
     @app.command(task=True)
     async def ask(ctx: Context) -> None:
@@ -304,11 +334,13 @@ async def test_another_question_under_a_used_key_is_an_error_of_the_function(cap
     assert "'same' of ask is another one than before" in caplog.text
 
 
-# --- cancelling --------------------------------------------------------------------------------------------------------
+# --- cancelling -----------------------------------------------------------------------------------
 
 
-async def test_a_task_that_has_done_nothing_is_cancelled() -> None:
-    app, begun, cancelled = make_app(), asyncio.Event(), asyncio.Event()
+async def test_task_that_has_done_nothing_is_cancelled() -> None:
+    app = make_app()
+    begun = asyncio.Event()
+    cancelled = asyncio.Event()
 
     @app.command(task=True)
     async def pay(ctx: Context) -> str:
@@ -334,7 +366,7 @@ async def test_a_task_that_has_done_nothing_is_cancelled() -> None:
         assert (await get(client, task))["status"] == "cancelled"
 
 
-async def test_a_task_past_its_commit_point_finishes() -> None:
+async def test_task_past_its_commit_point_finishes() -> None:
     desk = Desk()
     desk.app.command(name="pay", task=True)(desk.act)
     async with talk(desk.app) as client:
@@ -346,7 +378,7 @@ async def test_a_task_past_its_commit_point_finishes() -> None:
         assert (await until(client, task, *OVER))["status"] == "completed"
 
 
-async def test_a_task_that_waits_for_an_answer_is_cancelled() -> None:
+async def test_task_that_waits_for_an_answer_is_cancelled() -> None:
     app = make_app()
 
     @app.command(task=True)
@@ -361,7 +393,7 @@ async def test_a_task_that_waits_for_an_answer_is_cancelled() -> None:
         assert [record.state.value for record in await (await app.ledger()).list()] == []
 
 
-async def test_hanging_up_after_the_answer_does_not_cancel_a_task() -> None:
+async def test_task_is_not_cancelled_by_a_disconnect_after_the_answer() -> None:
     desk = Desk()
     desk.app.command(name="pay", task=True)(desk.act)
     async with talk(desk.app, "stdio") as client:
@@ -371,10 +403,10 @@ async def test_hanging_up_after_the_answer_does_not_cancel_a_task() -> None:
         assert (await until(client, task, *OVER))["status"] == "completed"
 
 
-# --- keys and callers --------------------------------------------------------------------------------------------------
+# --- keys and callers -----------------------------------------------------------------------------
 
 
-async def test_one_key_is_one_task() -> None:
+async def test_key_identifies_one_task() -> None:
     desk = Desk()
     desk.app.command(name="pay", task=True)(desk.act)
     async with talk(desk.app) as client:
@@ -386,12 +418,14 @@ async def test_one_key_is_one_task() -> None:
         await until(client, first, *OVER)
         third = await start(client, "pay", {"name": "x"}, meta={KEY: "k"})
         assert third["taskId"] == first["taskId"]
-        conflict = await client.call("tools/call", {"name": "pay", "arguments": {"name": "y"}}, meta={KEY: "k"})
+        conflict = await client.call(
+            "tools/call", {"name": "pay", "arguments": {"name": "y"}}, meta={KEY: "k"}
+        )
         assert conflict["error"]["code"] == 42210
     assert desk.effects == ["x"]
 
 
-async def test_a_task_of_another_caller_is_unknown() -> None:
+async def test_task_of_another_caller_is_unknown() -> None:
     def authenticate(headers: Any) -> str | None:
         return str(headers.get("authorization"))
 
@@ -403,13 +437,15 @@ async def test_a_task_of_another_caller_is_unknown() -> None:
         params = {"taskId": task["taskId"], "inputResponses": {}}
         for method in ("tasks/get", "tasks/cancel", "tasks/update"):
             theirs = await client.call(method, params, headers={"authorization": "eve"})
-            unknown = await client.call(method, {**params, "taskId": "A" * 43}, headers={"authorization": "eve"})
+            unknown = await client.call(
+                method, {**params, "taskId": "A" * 43}, headers={"authorization": "eve"}
+            )
             assert theirs["error"] == unknown["error"]
             assert theirs["error"]["code"] == -32602
         desk.gate.set()
 
 
-async def test_only_so_many_tasks_run_at_once_and_the_others_wait() -> None:
+async def test_tasks_beyond_the_limit_wait() -> None:
     desk = Desk(limits=Limits(tasks=1))
     desk.app.command(name="pay", task=True, lease=0.2)(desk.act)
     async with talk(desk.app) as client:
@@ -423,14 +459,16 @@ async def test_only_so_many_tasks_run_at_once_and_the_others_wait() -> None:
     assert desk.effects == ["a", "b"]
 
 
-async def test_a_listener_hears_of_its_tasks() -> None:
+async def test_listener_receives_the_states_of_its_tasks() -> None:
     desk = Desk()
     desk.app.command(name="pay", task=True)(desk.act)
     async with talk(desk.app) as client:
         assert isinstance(client, HttpClient)
         task = await start(client, "pay", {"name": "x"})
         ids = [task["taskId"], "unknown"]
-        exchange = client.post(client.message("subscriptions/listen", {"notifications": {"taskIds": ids}}, 9))
+        exchange = client.post(
+            client.message("subscriptions/listen", {"notifications": {"taskIds": ids}}, 9)
+        )
         acknowledged = await exchange.message()
         assert acknowledged["params"]["notifications"] == {"taskIds": [task["taskId"]]}
         first = await exchange.message()
@@ -438,24 +476,34 @@ async def test_a_listener_hears_of_its_tasks() -> None:
         desk.gate.set()
         while (heard := (await exchange.message())["params"])["status"] == "working":
             continue
-        assert (heard["status"], heard["result"]["content"][0]["text"]) == ("completed", "x is done")
+        assert (heard["status"], heard["result"]["content"][0]["text"]) == (
+            "completed",
+            "x is done",
+        )
         await exchange.close()
     async with talk(desk.app, capabilities={"elicitation": {}}) as client:
-        assert await code_of(client, "subscriptions/listen", {"notifications": {"taskIds": ids}}) == -32021
+        assert (
+            await code_of(client, "subscriptions/listen", {"notifications": {"taskIds": ids}})
+            == -32021
+        )
 
 
-async def test_a_mismatched_name_header_is_refused() -> None:
+async def test_mismatched_name_header_is_refused() -> None:
     desk = Desk()
     desk.app.command(name="pay", task=True)(desk.act)
     async with talk(desk.app) as client:
         task = await start(client, "pay", {"name": "x"})
-        answer = await client.call("tasks/get", {"taskId": task["taskId"]}, headers={"mcp-name": "other"})
+        answer = await client.call(
+            "tasks/get", {"taskId": task["taskId"]}, headers={"mcp-name": "other"}
+        )
         assert answer["error"]["code"] == -32020
         desk.gate.set()
 
 
-async def test_a_retry_that_finds_a_process_frozen_goes_on_with_its_task(tmp_path: Path) -> None:
-    """The lease of the first process is over, and the retry comes before any process looks for such tasks."""
+async def test_retry_continues_the_task_of_a_frozen_process(tmp_path: Path) -> None:
+    """The first process's lease has expired, and the retry arrives before a process looks for such
+    tasks.
+    """
     first, second = (Desk(ledger=f"sqlite:{tmp_path}/ledger.db") for _ in range(2))
     for desk in (first, second):
         desk.app.command(name="pay", task=True, on_crash="rerun")(desk.act)
@@ -472,4 +520,4 @@ async def test_a_retry_that_finds_a_process_frozen_goes_on_with_its_task(tmp_pat
             assert (await until(other, task, *OVER))["status"] == "completed"
         first.gate.set()
         assert (await get(client, task))["status"] == "completed"
-    assert (first.effects, second.effects) == (["x"], ["x"])  # as "rerun" says
+    assert (first.effects, second.effects) == (["x"], ["x"])  # as "rerun" allows

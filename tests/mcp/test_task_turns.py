@@ -1,4 +1,4 @@
-"""Tasks that change hands: the moment in which a call becomes one, and servers that differ in their tools."""
+"""Tasks that change hands: calls that become tasks, and servers that differ in their tools."""
 
 import asyncio
 from contextlib import suppress
@@ -10,23 +10,25 @@ import pytest
 
 from tests.calls import make_app
 from tests.mcp.asgi import KEY, REPLAYED, HttpClient
-from tests.mcp.test_task_rules import BOOL, OVER, Desk, get, start, talk, until
+from tests.mcp.task_talk import BOOL, OVER, Desk, get, start, talk, until
 from wirecall import App, Context, Limits, UsageError
 from wirecall.errors import Busy
 from wirecall.ledger.base import Ledger, RecordId
-from wirecall.server.call import ANONYMOUS
+from wirecall.protocol.sender import ANONYMOUS
 
 YES = {"input-1": {"action": "accept", "content": {"sure": True}}}
 
 
-# --- a question in the moment in which a call becomes a task -----------------------------------------------------------
+# --- a question at the moment when a call becomes a task ------------------------------------------
 
 
 class Asking:
     """An app whose tool becomes a task after a moment, and asks when the test lets it."""
 
     def __init__(self) -> None:
-        self.app, self.may_ask, self.effects = make_app(), asyncio.Event(), list[str]()
+        self.app = make_app()
+        self.may_ask = asyncio.Event()
+        self.effects = list[str]()
 
         @self.app.command(task=0.01)
         async def render(ctx: Context) -> str:
@@ -40,7 +42,9 @@ class Asking:
         return await self.app.ledger()
 
 
-async def test_a_question_that_comes_while_the_ledger_begins_the_task_is_the_task_s(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_task_question_asked_during_handover_belongs_to_task(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     desk = Asking()
     ledger = await desk.ledger()
     begin = ledger.begin_task
@@ -48,7 +52,7 @@ async def test_a_question_that_comes_while_the_ledger_begins_the_task_is_the_tas
     async def slow(*given: Any) -> bool:
         begun = await begin(*given)
         desk.may_ask.set()
-        for _ in range(100):  # turns of the loop, in which the handler asks
+        for _ in range(100):  # turns of the loop, during which the handler asks
             await asyncio.sleep(0)
         return begun
 
@@ -62,12 +66,16 @@ async def test_a_question_that_comes_while_the_ledger_begins_the_task_is_the_tas
     assert desk.effects == ["{'sure': True}"]
 
 
-async def test_a_call_that_asks_before_its_time_is_over_does_not_become_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_call_that_asks_before_its_time_is_over_does_not_become_a_task(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its time is over while the ledger records that it waits: the question belongs to the request."""
     desk = Asking()
     desk.may_ask.set()
     ledger = await desk.ledger()
-    suspend, begin, tried = ledger.suspend, ledger.begin_task, asyncio.Event()
+    suspend = ledger.suspend
+    begin = ledger.begin_task
+    tried = asyncio.Event()
 
     async def noted(*given: Any) -> bool:
         tried.set()
@@ -85,18 +93,21 @@ async def test_a_call_that_asks_before_its_time_is_over_does_not_become_a_task(m
     async with talk(desk.app) as client:
         first = await client.tool("render", {})
         assert first["resultType"] == "input_required"
-        again = await client.tool("render", {}, members={"requestState": first["requestState"], "inputResponses": YES})
+        again = await client.tool(
+            "render", {}, members={"requestState": first["requestState"], "inputResponses": YES}
+        )
         if again["resultType"] == "task":
             again = (await until(client, again, *OVER))["result"]
         assert again["content"][0]["text"] == "rendered"
     assert desk.effects == ["{'sure': True}"]
 
 
-async def test_a_refusal_that_comes_while_the_ledger_begins_the_task_is_the_end_of_the_task(
+async def test_task_refusal_during_handover_ends_the_task(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing was done, and the task says so: it ends before its record is given back."""
-    app, may_refuse = make_app(), asyncio.Event()
+    """The handler did nothing, and the task says so: it ends before its record is released."""
+    app = make_app()
+    may_refuse = asyncio.Event()
 
     @app.command(task=0.01)
     async def render(ctx: Context) -> None:
@@ -109,7 +120,7 @@ async def test_a_refusal_that_comes_while_the_ledger_begins_the_task_is_the_end_
     async def slow(*given: Any) -> bool:
         begun = await begin(*given)
         may_refuse.set()
-        for _ in range(100):  # turns of the loop, in which the handler refuses
+        for _ in range(100):  # turns of the loop, during which the handler refuses
             await asyncio.sleep(0)
         return begun
 
@@ -119,11 +130,13 @@ async def test_a_refusal_that_comes_while_the_ledger_begins_the_task_is_the_end_
         assert "come later" in str(told) and "unknown" not in str(told), told
 
 
-# --- transactions ------------------------------------------------------------------------------------------------------
+# --- transactions ---------------------------------------------------------------------------------
 
 
-def test_a_transaction_is_not_handed_over_in_its_middle(tmp_path: Path) -> None:
-    """SQLite has one writer, so the row of the task would wait for the transaction, and the transaction for the row."""
+def test_transaction_is_not_handed_over_in_its_middle(tmp_path: Path) -> None:
+    """SQLite has one writer, so the row of the task would wait for the transaction, and the
+    transaction for the row.
+    """
 
     async def render(ctx: Context) -> str:
         await ctx.hand_over()
@@ -135,13 +148,13 @@ def test_a_transaction_is_not_handed_over_in_its_middle(tmp_path: Path) -> None:
             app.command(task=task, on_crash="transactional")(render)
 
 
-def test_a_transaction_does_not_become_a_task_after_some_seconds(tmp_path: Path) -> None:
+def test_transaction_does_not_become_a_task_after_some_seconds(tmp_path: Path) -> None:
     app = make_app(ledger=f"sqlite:{tmp_path}/ledger.db")
     with pytest.raises(UsageError, match="after 2 seconds"):
         app.command(name="render", task=2.0, on_crash="transactional")(lambda: 1)
 
 
-async def test_a_transaction_that_is_a_task_from_the_start_is_handed_over_already(tmp_path: Path) -> None:
+async def test_transaction_that_starts_as_a_task_is_already_handed_over(tmp_path: Path) -> None:
     app = make_app(ledger=f"sqlite:{tmp_path}/ledger.db")
 
     async def hidden(ctx: Context) -> None:
@@ -157,7 +170,7 @@ async def test_a_transaction_that_is_a_task_from_the_start_is_handed_over_alread
         assert told["result"]["content"][0]["text"] == "done"
 
 
-# --- servers that differ -----------------------------------------------------------------------------------------------
+# --- servers that differ --------------------------------------------------------------------------
 
 SECONDS = 3600.0
 
@@ -178,37 +191,44 @@ def server(folder: Path, *tools: str, effects: list[str] | None = None, **option
 
 
 async def orphan(folder: Path, tool: str) -> Any:
-    """A task that its server has left, as one that was killed would have."""
+    """A task that its server has abandoned, as a killed server would."""
     app = server(folder, tool)
     async with talk(app) as client:
         task = await start(client, tool, meta={KEY: "k"})
         ledger = await app.ledger()
-        while not (record := await ledger.get(RecordId(ANONYMOUS, f"tools/call:{tool}", "k"))) or not record.committed:
+        while (
+            not (record := await ledger.get(RecordId(ANONYMOUS, f"tools/call:{tool}", "k")))
+            or not record.committed
+        ):
             await get(client, task)
         await ledger.lapse(record.token)
     return task
 
 
-async def test_a_server_that_lacks_a_tool_leaves_its_tasks_to_one_that_has_it(
+async def test_server_that_lacks_a_tool_leaves_its_tasks_to_one_that_has_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    task, effects = await orphan(tmp_path, "new"), list[str]()
+    task = await orphan(tmp_path, "new")
+    effects = list[str]()
     old = server(tmp_path, "old")
     async with talk(old) as client:
         for _ in range(3):
-            await old.mcp().tasks.adopt()
-            await old.mcp().tasks.resume(task["taskId"])
+            await old.mcp().task_runner.adopt()
+            await old.mcp().task_runner.resume(task["taskId"])
         assert (await get(client, task))["status"] == "working"
     assert [line for line in caplog.messages if "'new'" in line] == [
         "tasks of 'new' wait for a server that has this tool: this one has not"
     ]
     async with talk(server(tmp_path, "old", "new", effects=effects)) as client:
         told = await until(client, task, *OVER)
-        assert (told["status"], told["result"]["content"][0]["text"]) == ("completed", "new is done")
+        assert (told["status"], told["result"]["content"][0]["text"]) == (
+            "completed",
+            "new is done",
+        )
     assert effects == ["new"]
 
 
-async def test_a_task_whose_tool_no_server_has_fails_when_its_time_is_over(
+async def test_task_whose_tool_no_server_has_fails_when_its_time_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = await orphan(tmp_path, "gone")
@@ -220,18 +240,22 @@ async def test_a_task_whose_tool_no_server_has_fails_when_its_time_is_over(
         async def later(id: str) -> Any:
             found = await find(id)
             assert found is not None
-            return msgspec.structs.replace(found, ttl_left=86_000.0)  # its 60 seconds are over, its retention is not
+            # Its 60 seconds are over, its retention is not.
+            return msgspec.structs.replace(found, ttl_left=86_000.0)
 
         monkeypatch.setattr(ledger, "task", later)
-        await app.mcp().tasks.resume(task["taskId"])
+        await app.mcp().task_runner.resume(task["taskId"])
         told = await get(client, task)
     assert (told["status"], told["error"]["code"]) == ("failed", -32602)
     assert "there is no tool 'gone' any more" in told["error"]["data"]["reason"]
     assert told["error"]["data"]["ran"] == "unknown"
 
 
-async def test_a_task_that_the_next_server_refuses_may_have_acted(tmp_path: Path) -> None:
-    """Its arguments do not fit any more. The refusal must not read like the result of a call that did nothing."""
+async def test_task_that_the_next_server_refuses_may_have_acted(tmp_path: Path) -> None:
+    """Its arguments no longer fit.
+
+    The refusal must not read like the result of a call that did nothing.
+    """
     task = await orphan(tmp_path, "render")
     app = make_app(ledger=f"sqlite:{tmp_path}/ledger.db")
 
@@ -253,15 +277,17 @@ async def test_tasks_of_tools_that_a_server_lacks_do_not_hide_its_own(tmp_path: 
     app = server(tmp_path, "third", effects=effects, limits=Limits(tasks=1))
     async with talk(app) as client:
         while (told := await get(client, task))["status"] not in OVER:
-            await app.mcp().tasks.adopt()
+            await app.mcp().task_runner.adopt()
     assert (told["status"], effects) == ("completed", ["third"])
 
 
-# --- a ledger in memory ------------------------------------------------------------------------------------------------
+# --- a ledger in memory ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("options", "times"), [({"mode": "production"}, 1), ({"mode": "development"}, 0)])
-async def test_a_server_warns_once_if_its_tasks_end_with_it(
+@pytest.mark.parametrize(
+    ("options", "times"), [({"mode": "production"}, 1), ({"mode": "development"}, 0)]
+)
+async def test_server_warns_once_if_its_tasks_end_with_it(
     options: Any, times: int, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     def warnings() -> int:
@@ -281,14 +307,14 @@ async def test_a_server_warns_once_if_its_tasks_end_with_it(
         assert warnings() == times
 
 
-# --- a limit for each caller -------------------------------------------------------------------------------------------
+# --- a limit for each caller ----------------------------------------------------------------------
 
 
 def whose(headers: Any) -> str | None:
     return str(headers.get("authorization"))
 
 
-async def test_one_caller_has_only_so_many_tasks_at_once() -> None:
+async def test_tasks_per_caller_are_limited() -> None:
     desk = Desk(limits=Limits(tasks_per_caller=2), authenticate=whose)
     desk.app.command(name="pay", task=True)(desk.act)
 
@@ -296,21 +322,31 @@ async def test_one_caller_has_only_so_many_tasks_at_once() -> None:
 
         async def call(name: str, caller: str = "ada") -> Any:
             params = {"name": "pay", "arguments": {"name": name}}
-            return await client.call("tools/call", params, meta={KEY: name}, headers={"authorization": caller})
+            return await client.call(
+                "tools/call", params, meta={KEY: name}, headers={"authorization": caller}
+            )
 
         first, second = [(await call(name))["result"] for name in "ab"]
         refused = (await call("c"))["error"]
         data = refused["data"]
-        assert (refused["code"], data["ran"], data["limit"], data["max"]) == (42910, "no", "tasks_per_caller", 2)
+        assert (refused["code"], data["ran"], data["limit"], data["max"]) == (
+            42910,
+            "no",
+            "tasks_per_caller",
+            2,
+        )
         assert data["retry_after_ms"] > 0
-        # Nothing was begun, an earlier task is found again, and other callers have places of their own.
+        # The refused call left no record, a retry finds its earlier task, and each caller has its
+        # own limit.
         assert {record.id.key for record in await (await desk.app.ledger()).list()} == {"a", "b"}
         assert (await call("a"))["result"]["taskId"] == first["taskId"]
         assert (await call("d", "eve"))["result"]["resultType"] == "task"
         desk.gate.set()
         for task in (first, second):
             params = {"taskId": task["taskId"]}
-            while (await client.result("tasks/get", params, headers={"authorization": "ada"}))["status"] not in OVER:
+            while (await client.result("tasks/get", params, headers={"authorization": "ada"}))[
+                "status"
+            ] not in OVER:
                 pass
         while "error" in (again := await call("c")):  # its place is free a moment after its end
             assert again["error"]["code"] == 42910
@@ -318,7 +354,7 @@ async def test_one_caller_has_only_so_many_tasks_at_once() -> None:
     assert sorted(desk.effects) == ["a", "b", "c", "d"]
 
 
-async def test_tasks_that_wait_for_an_answer_have_places_until_they_end() -> None:
+async def test_tasks_that_wait_for_an_answer_count_until_they_end() -> None:
     app = make_app(limits=Limits(tasks_per_caller=1))
 
     @app.command(task=True)
@@ -328,16 +364,23 @@ async def test_tasks_that_wait_for_an_answer_have_places_until_they_end() -> Non
     async with talk(app) as client:
         task = await start(client, "ask")
         await until(client, task, "input_required")
-        assert (await client.call("tools/call", {"name": "ask", "arguments": {}}))["error"]["code"] == 42910
+        assert (await client.call("tools/call", {"name": "ask", "arguments": {}}))["error"][
+            "code"
+        ] == 42910
         await client.result("tasks/cancel", {"taskId": task["taskId"]})
         await until(client, task, "cancelled")
-        while "error" in (again := await client.call("tools/call", {"name": "ask", "arguments": {}})):
+        while "error" in (
+            again := await client.call("tools/call", {"name": "ask", "arguments": {}})
+        ):
             assert again["error"]["code"] == 42910
         assert again["result"]["resultType"] == "task"
 
 
-async def test_a_task_that_another_server_has_ended_has_no_place_any_more(tmp_path: Path) -> None:
-    first, second = (Desk(ledger=f"sqlite:{tmp_path}/ledger.db", limits=Limits(tasks_per_caller=1)) for _ in range(2))
+async def test_task_that_another_server_has_ended_no_longer_counts(tmp_path: Path) -> None:
+    first, second = (
+        Desk(ledger=f"sqlite:{tmp_path}/ledger.db", limits=Limits(tasks_per_caller=1))
+        for _ in range(2)
+    )
     for desk in (first, second):
 
         @desk.app.command(task=True)
@@ -352,7 +395,7 @@ async def test_a_task_that_another_server_has_ended_has_no_place_any_more(tmp_pa
         assert (await start(client, "ask"))["taskId"] != task["taskId"]
 
 
-async def test_a_call_beyond_the_limit_does_not_become_a_task_after_some_seconds() -> None:
+async def test_call_beyond_the_limit_does_not_become_a_task_after_some_seconds() -> None:
     desk = Desk(limits=Limits(tasks_per_caller=1))
     desk.app.command(name="pay", task=True)(desk.act)
     desk.app.command(name="slow", task=0.01)(desk.act)
@@ -364,10 +407,10 @@ async def test_a_call_beyond_the_limit_does_not_become_a_task_after_some_seconds
         assert (await calling)["content"][0]["text"] == "b is done"
 
 
-# --- what was, and what comes too late ---------------------------------------------------------------------------------
+# --- replays, and what arrives too late -----------------------------------------------------------
 
 
-async def test_a_task_that_is_found_by_its_key_is_a_replay(caplog: pytest.LogCaptureFixture) -> None:
+async def test_task_that_is_found_by_its_key_is_a_replay(caplog: pytest.LogCaptureFixture) -> None:
     desk = Desk()
     desk.app.command(name="pay", task=True)(desk.act)
     caplog.set_level("INFO", "wirecall")
@@ -375,18 +418,25 @@ async def test_a_task_that_is_found_by_its_key_is_a_replay(caplog: pytest.LogCap
         task = await start(client, "pay", {"name": "x"}, meta={KEY: "k"})
         await desk.begun.wait()
         assert "replayed" not in {getattr(line, "outcome", None) for line in caplog.records}
-        assert (await start(client, "pay", {"name": "x"}, meta={KEY: "k"}))["taskId"] == task["taskId"]
+        assert (await start(client, "pay", {"name": "x"}, meta={KEY: "k"}))["taskId"] == task[
+            "taskId"
+        ]
         assert isinstance(client, HttpClient) and client.last is not None
         assert client.last.header("idempotent-replayed") == "true"
-        assert [line.__dict__["outcome"] for line in caplog.records if "outcome" in line.__dict__] == ["replayed"]
+        assert [
+            line.__dict__["outcome"] for line in caplog.records if "outcome" in line.__dict__
+        ] == ["replayed"]
         desk.gate.set()
 
 
-async def test_a_task_that_has_ended_does_not_take_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ledger has the end of the task, and its server does not know that yet."""
-    app, late = make_app(), list[Any]()
+async def test_task_that_has_ended_does_not_take_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ledger has recorded the end of the task, and its server does not know that yet."""
+    app = make_app()
+    late = list[Any]()
     ledger = await app.ledger()
-    complete, told, go_on = ledger.complete, asyncio.Event(), asyncio.Event()
+    complete = ledger.complete
+    told = asyncio.Event()
+    go_on = asyncio.Event()
 
     @app.command(task=True)
     async def render(ctx: Context) -> str:
@@ -412,9 +462,14 @@ async def test_a_task_that_has_ended_does_not_take_a_status(monkeypatch: pytest.
         go_on.set()
 
 
-async def test_the_key_of_an_adopted_task_that_did_nothing_is_free_when_it_is_cancelled(tmp_path: Path) -> None:
-    """Also for other arguments: neither its first server nor the one that adopted it has passed the commit point."""
-    effects, begun = list[str](), asyncio.Queue[str]()
+async def test_key_of_an_adopted_task_that_did_nothing_is_free_after_its_cancellation(
+    tmp_path: Path,
+) -> None:
+    """Also for other arguments: no server, the first or the one that adopted it, passed the commit
+    point.
+    """
+    effects = list[str]()
+    begun = asyncio.Queue[str]()
 
     def make() -> App:
         app = make_app(ledger=f"sqlite:{tmp_path}/ledger.db")
@@ -438,15 +493,17 @@ async def test_the_key_of_an_adopted_task_that_did_nothing_is_free_when_it_is_ca
         await client.result("tasks/cancel", {"taskId": task["taskId"]})
         await until(client, task, "cancelled")
         other = {"name": "pay", "arguments": {"name": "b"}}
-        while "error" in (again := await client.call("tools/call", other, meta={KEY: "k"})):  # a moment after its end
+        # A moment after its end.
+        while "error" in (again := await client.call("tools/call", other, meta={KEY: "k"})):
             assert again["error"]["code"] == 42210
         assert (await until(client, again["result"], *OVER))["status"] == "completed"
     assert effects == ["b"]
 
 
-async def test_a_retry_gets_the_task_from_the_server_that_has_adopted_it(tmp_path: Path) -> None:
+async def test_retry_gets_the_task_from_the_server_that_has_adopted_it(tmp_path: Path) -> None:
     """At once, as from every other server: it does not wait for the end of the task."""
-    begun, gate = asyncio.Queue[None](), asyncio.Event()
+    begun = asyncio.Queue[None]()
+    gate = asyncio.Event()
 
     def make() -> App:
         app = make_app(ledger=f"sqlite:{tmp_path}/ledger.db")
@@ -471,9 +528,13 @@ async def test_a_retry_gets_the_task_from_the_server_that_has_adopted_it(tmp_pat
         assert (await until(client, task, *OVER))["status"] == "completed"
 
 
-async def test_a_task_whose_first_server_passed_the_commit_point_is_not_cancelled_in_the_next(tmp_path: Path) -> None:
+async def test_task_whose_first_server_passed_the_commit_point_is_not_cancelled_in_the_next(
+    tmp_path: Path,
+) -> None:
     """Its effect may have happened, so it finishes, although the handler has started from the top."""
-    effects, begun, gate = list[int](), asyncio.Queue[int](), asyncio.Event()
+    effects = list[int]()
+    begun = asyncio.Queue[int]()
+    gate = asyncio.Event()
 
     def make(number: int) -> App:
         app = make_app(ledger=f"sqlite:{tmp_path}/ledger.db")
@@ -502,8 +563,8 @@ async def test_a_task_whose_first_server_passed_the_commit_point_is_not_cancelle
         async with talk(make(1)) as other:
             assert await begun.get() == 1
             await other.result("tasks/cancel", {"taskId": task["taskId"]})
-            for _ in range(10):  # the server looks at its task
+            for _ in range(10):  # the server checks its task
                 assert (await get(other, task))["status"] == "working"
             gate.set()
             assert (await until(other, task, *OVER))["status"] == "completed"
-    assert effects == [0, 1]  # as "rerun" says
+    assert effects == [0, 1]  # as "rerun" allows

@@ -1,4 +1,6 @@
-"""How a tool fails: a result for the model, or an error of the protocol; and what middleware and the context see of it."""
+"""How a tool fails: a result for the model, or an error of the protocol; and what middleware and
+the context see of it.
+"""
 
 import asyncio
 import json
@@ -8,8 +10,30 @@ import pytest
 from msgspec import Struct
 
 from tests.calls import lose_completions, make_app, returning
-from tests.mcp.asgi import EVERY_WAY, KEY, LEGACY, PATIENCE, R1, R2, R3, R5, REVISIONS, over_http, request, speak
-from wirecall import App, Context, DomainError, Limits, ProtocolError, RpcError, ToolError, connect_sync
+from tests.mcp.asgi import (
+    EVERY_WAY,
+    KEY,
+    LEGACY,
+    PATIENCE,
+    R1,
+    R2,
+    R3,
+    R5,
+    REVISIONS,
+    over_http,
+    request,
+    speak,
+)
+from wirecall import (
+    App,
+    Context,
+    DomainError,
+    Limits,
+    ProtocolError,
+    RpcError,
+    ToolError,
+    connect_sync,
+)
 from wirecall.errors import InvalidParams, InvalidRequest
 from wirecall.mcp import ToolResult
 
@@ -62,7 +86,9 @@ def failing() -> App:
         ("breaks", ""),
     ],
 )
-async def test_a_tool_that_fails_gives_a_result(transport: str, revision: str, tool: str, text: str) -> None:
+async def test_tool_that_fails_gives_a_result(
+    transport: str, revision: str, tool: str, text: str
+) -> None:
     """Trap 18: a tool's failure is for the model, so it is a result."""
     async with speak(transport, failing(), revision) as client:
         found = await client.tool(tool)
@@ -72,9 +98,15 @@ async def test_a_tool_that_fails_gives_a_result(transport: str, revision: str, t
 
 
 @every_way
-@pytest.mark.parametrize("error", [ToolError("no"), InvalidParams("no"), InvalidRequest("no"), ValueError("no")], ids=repr)
-async def test_a_plain_function_fails_as_a_coroutine_function_does(transport: str, revision: str, error: Exception) -> None:
-    """A plain function that reads takes a shorter way; so does one that returns an awaitable."""
+@pytest.mark.parametrize(
+    "error",
+    [ToolError("no"), InvalidParams("no"), InvalidRequest("no"), ValueError("no")],
+    ids=repr,
+)
+async def test_plain_function_fails_as_a_coroutine_function_does(
+    transport: str, revision: str, error: Exception
+) -> None:
+    """A plain function that reads takes a shorter path; so does one that returns an awaitable."""
     app = make_app()
 
     async def fails() -> str:
@@ -90,7 +122,10 @@ async def test_a_plain_function_fails_as_a_coroutine_function_does(transport: st
 
     app.query(name="coroutine")(fails)
     async with speak(transport, app, revision) as client:
-        told = [await client.call("tools/call", {"name": name}) for name in ("coroutine", "at_once", "later")]
+        told = [
+            await client.call("tools/call", {"name": name})
+            for name in ("coroutine", "at_once", "later")
+        ]
     for answer in told:
         del answer["id"]
     assert told[1:] == [told[0], told[0]]
@@ -98,7 +133,7 @@ async def test_a_plain_function_fails_as_a_coroutine_function_does(transport: st
 
 
 @every_revision
-async def test_a_result_that_json_cannot_hold_is_a_failure(revision: str) -> None:
+async def test_result_that_json_cannot_hold_is_a_failure(revision: str) -> None:
     """J15: NaN is never emitted."""
     async with over_http(failing(), revision) as client:
         answer = await client.call("tools/call", {"name": "nan"})
@@ -116,12 +151,17 @@ async def test_a_result_that_json_cannot_hold_is_a_failure(revision: str) -> Non
     ],
     ids=["nan", "object", "surrogate", "protocol"],
 )
-async def test_an_error_that_json_cannot_hold_is_answered(transport: str, revision: str, error: RpcError) -> None:
-    """The text and the data of an error are the handler's own. The caller waits for an answer under its id, whatever they
-    are."""
+async def test_error_that_json_cannot_hold_is_answered(
+    transport: str, revision: str, error: RpcError
+) -> None:
+    """The handler chooses the text and the data of an error.
+
+    Whatever they are, the caller waits for an answer under its id.
+    """
     app = make_app()
 
-    # Raised again, an exception keeps the frames of the last time, and logging them takes longer every time.
+    # Raised again, an exception keeps the frames of the last time, and logging them takes longer
+    # every time.
     async def fails() -> str:
         raise error.with_traceback(None)
 
@@ -146,10 +186,13 @@ async def test_an_error_that_json_cannot_hold_is_answered(transport: str, revisi
 @every_way
 @pytest.mark.parametrize(
     "returned",
-    [ToolResult(content=["a"], meta=cast(Any, ["a"])), ToolResult(content=["a"], is_error=cast(Any, "yes"))],
+    [
+        ToolResult(content=["a"], meta=cast(Any, ["a"])),
+        ToolResult(content=["a"], is_error=cast(Any, "yes")),
+    ],
     ids=["meta", "is_error"],
 )
-async def test_a_tool_result_with_members_of_other_types_is_a_failure(
+async def test_tool_result_with_members_of_other_types_is_a_failure(
     transport: str, revision: str, returned: ToolResult
 ) -> None:
     app = make_app()
@@ -162,13 +205,19 @@ async def test_a_tool_result_with_members_of_other_types_is_a_failure(
     async with speak(transport, app, revision) as client:
         for name in ("coroutine", "plain"):
             answer = await client.tool(name)
-            assert (answer["isError"], answer["_meta"]["io.wirecall/error"]["code"]) == (True, -32603)
+            assert (answer["isError"], answer["_meta"]["io.wirecall/error"]["code"]) == (
+                True,
+                -32603,
+            )
 
 
 @every_revision
-async def test_a_command_whose_result_json_cannot_carry_was_done_all_the_same(revision: str) -> None:
-    """As over JSON-RPC: the effect has happened, so a retry hears that, and neither runs it again nor doubts it."""
-    app, effects = make_app(), list[int]()
+async def test_command_whose_result_json_cannot_carry_counts_as_done(revision: str) -> None:
+    """As over JSON-RPC: the effect has happened, so a retry reports `ran: yes` and does not run it
+    again.
+    """
+    app = make_app()
+    effects = list[int]()
 
     @app.command
     async def put() -> float:
@@ -184,24 +233,30 @@ async def test_a_command_whose_result_json_cannot_carry_was_done_all_the_same(re
 
 
 @every_revision
-async def test_a_result_that_is_not_recorded_yet_says_so(revision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ledger was lost after the effect: the caller gets the outcome, marked as not recorded yet."""
+async def test_result_that_is_not_recorded_yet_says_so(
+    revision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ledger was lost after the effect: the caller gets the outcome, marked as not recorded
+    yet.
+    """
     app = make_app()
     app.command(name="put")(lambda: 1)
     lose_completions(monkeypatch, await app.ledger(), 1)
     async with over_http(app, revision) as client:
         assert (await client.tool("put", meta={KEY: "k"}))["_meta"]["io.wirecall/recorded"] is False
-        assert "io.wirecall/recorded" not in (await client.tool("put", meta={KEY: "l"})).get("_meta", {})
+        assert "io.wirecall/recorded" not in (await client.tool("put", meta={KEY: "l"})).get(
+            "_meta", {}
+        )
 
 
-async def test_a_success_does_not_say_that_it_is_an_error() -> None:
+async def test_success_does_not_say_that_it_is_an_error() -> None:
     app = make_app()
     app.query(name="give")(returning(str, "x"))
     async with over_http(app) as client:
         assert (await client.tool("give")).get("isError", False) is False
 
 
-async def test_a_reply_that_is_too_large_is_not_sent() -> None:
+async def test_reply_that_is_too_large_is_not_sent() -> None:
     """J11: bytes out."""
     app = make_app(limits=Limits(bytes_out=10_000))
     app.query(name="give")(returning(str, "x" * 20_000))
@@ -213,9 +268,10 @@ async def test_a_reply_that_is_too_large_is_not_sent() -> None:
 
 
 @every_way
-async def test_an_error_that_is_too_large_is_not_sent(transport: str, revision: str) -> None:
-    """J11: bytes out. The error in its place tells the same about the call: whether it ran."""
-    app, much = make_app(limits=Limits(bytes_out=10_000)), "x" * 20_000
+async def test_error_that_is_too_large_is_not_sent(transport: str, revision: str) -> None:
+    """J11: bytes out. The error in its place also says whether the call ran."""
+    app = make_app(limits=Limits(bytes_out=10_000))
+    much = "x" * 20_000
 
     @app.query
     def plain() -> str:
@@ -252,7 +308,11 @@ async def test_an_error_that_is_too_large_is_not_sent(transport: str, revision: 
         ):
             error = await client.error(method, params)
             assert "longer than 10000 bytes" in error["message"]
-            assert (error["code"], error["data"]["limit"], error["data"]["ran"]) == (-32603, "bytes_out", ran)
+            assert (error["code"], error["data"]["limit"], error["data"]["ran"]) == (
+                -32603,
+                "bytes_out",
+                ran,
+            )
 
 
 async def test_errors_count_towards_the_length_of_an_array() -> None:
@@ -270,10 +330,11 @@ async def test_errors_count_towards_the_length_of_an_array() -> None:
 
 
 @every_way
-async def test_a_message_before_the_answer_that_is_too_large_is_not_sent(
+async def test_message_before_the_answer_is_not_sent_if_it_is_too_large(
     transport: str, revision: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    app, much = make_app(limits=Limits(bytes_out=10_000)), "x" * 20_000
+    app = make_app(limits=Limits(bytes_out=10_000))
+    much = "x" * 20_000
 
     @app.tool
     async def tell(ctx: Context) -> str:
@@ -291,18 +352,24 @@ async def test_a_message_before_the_answer_that_is_too_large_is_not_sent(
     async with speak(transport, app, revision, capabilities={"elicitation": {}}) as client:
         assert (await client.tool("tell", meta=meta))["content"][0]["text"] == "told"
         assert [told["data"] for told in client.told("notifications/message")] == ["short"]
-        assert "notifications/message of 20" in caplog.text and "Limits.bytes_out is 10000" in caplog.text
+        assert (
+            "notifications/message of 20" in caplog.text
+            and "Limits.bytes_out is 10000" in caplog.text
+        )
         if revision in (R1, R2):
             return  # they have no questions
         answer = await client.call("tools/call", {"name": "ask"})
         assert "xxxx" not in json.dumps(answer)
         if revision == R5:  # the questions are its answer
-            assert (answer["error"]["data"]["limit"], answer["error"]["data"]["ran"]) == ("bytes_out", "unknown")
+            assert (answer["error"]["data"]["limit"], answer["error"]["data"]["ran"]) == (
+                "bytes_out",
+                "unknown",
+            )
         else:
             assert answer["result"]["isError"] is True and "ask a shorter question" in caplog.text
 
 
-async def test_a_tool_that_takes_too_long_times_out() -> None:
+async def test_tool_that_takes_too_long_times_out() -> None:
     app = make_app()
 
     @app.query(timeout=0.05)
@@ -313,11 +380,16 @@ async def test_a_tool_that_takes_too_long_times_out() -> None:
     async with over_http(app) as client:
         answer = await client.call("tools/call", {"name": "slow"})
     assert answer["error"]["data"]["type"] == "deadline_exceeded"
-    assert answer["error"]["message"] == "Deadline exceeded: slow took longer than its timeout of 0.05 s"
+    assert (
+        answer["error"]["message"]
+        == "Deadline exceeded: slow took longer than its timeout of 0.05 s"
+    )
 
 
-async def test_too_many_calls_at_once_get_busy() -> None:
-    app, entered, gate = make_app(limits=Limits(in_flight=1)), asyncio.Event(), asyncio.Event()
+async def test_calls_beyond_the_limit_get_busy() -> None:
+    app = make_app(limits=Limits(in_flight=1))
+    entered = asyncio.Event()
+    gate = asyncio.Event()
 
     @app.query
     async def slow() -> str:
@@ -335,15 +407,24 @@ async def test_too_many_calls_at_once_get_busy() -> None:
     assert (error["code"], error["data"]["type"], error["data"]["ran"]) == (42910, "busy", "no")
 
 
-# --- middleware ------------------------------------------------------------------------------------------------------
+# --- middleware -----------------------------------------------------------------------------------
 
 
 async def test_middleware_sees_calls_over_mcp() -> None:
-    app, seen = make_app(), []
+    app = make_app()
+    seen = []
 
     @app.middleware
     async def note(context: Context, call: Any) -> Any:
-        seen.append((context.method, context.kind.value, context.caller, context.revision, context.idempotency_key))
+        seen.append(
+            (
+                context.method,
+                context.kind.value,
+                context.caller,
+                context.revision,
+                context.idempotency_key,
+            )
+        )
         return await call(context)
 
     app.command(name="pay")(returning(str, "x"))
@@ -359,7 +440,8 @@ async def test_middleware_sees_calls_over_mcp() -> None:
 
 @every_revision
 async def test_middleware_can_refuse_a_tool(revision: str) -> None:
-    app, ran = make_app(), []
+    app = make_app()
+    ran = []
 
     @app.middleware
     async def no(context: Context, call: Any) -> Any:
@@ -376,7 +458,9 @@ async def test_middleware_can_refuse_a_tool(revision: str) -> None:
 
 
 async def test_middleware_authorizes_a_replay_again() -> None:
-    app, ran, allowed = make_app(), [], [True]
+    app = make_app()
+    ran = []
+    allowed = [True]
 
     @app.middleware
     async def judge(context: Context, call: Any) -> Any:
@@ -410,20 +494,34 @@ async def test_middleware_can_change_a_result() -> None:
         assert (await client.tool("give"))["content"] == [{"type": "text", "text": "changed"}]
 
 
-# --- context ---------------------------------------------------------------------------------------------------------
+# --- context --------------------------------------------------------------------------------------
 
 
 @every_way
-async def test_a_handler_knows_its_caller(transport: str, revision: str) -> None:
+async def test_handler_knows_its_caller(transport: str, revision: str) -> None:
     app = make_app()
 
     @app.query
     def know(ctx: Context) -> dict[str, Any]:
-        return {"revision": ctx.revision, "capabilities": ctx.client_capabilities, "trace": ctx.traceparent, "id": ctx.id}
+        return {
+            "revision": ctx.revision,
+            "capabilities": ctx.client_capabilities,
+            "trace": ctx.traceparent,
+            "id": ctx.id,
+        }
 
     async with speak(transport, app, revision, capabilities={"roots": {}}) as client:
-        found = json.loads((await client.tool("know", id="i-1", meta={"traceparent": "00-a-b-01"}))["content"][0]["text"])
-    assert found == {"revision": revision, "capabilities": {"roots": {}}, "trace": "00-a-b-01", "id": "i-1"}
+        found = json.loads(
+            (await client.tool("know", id="i-1", meta={"traceparent": "00-a-b-01"}))["content"][0][
+                "text"
+            ]
+        )
+    assert found == {
+        "revision": revision,
+        "capabilities": {"roots": {}},
+        "trace": "00-a-b-01",
+        "id": "i-1",
+    }
 
 
 @pytest.mark.parametrize("token", [0, "", 17, "text"])
@@ -456,11 +554,13 @@ async def test_plain_json_rpc_is_served_beside_mcp() -> None:
     app.query(name="give")(returning(str, "x"))
     for revision in LEGACY:
         async with speak("stdio", app, revision) as client:
-            assert (await client.exchange({"jsonrpc": "2.0", "id": "p", "method": "give"}))["result"] == "x"
+            assert (await client.exchange({"jsonrpc": "2.0", "id": "p", "method": "give"}))[
+                "result"
+            ] == "x"
             assert await client.tool("give")
 
 
-def test_each_problem_of_the_arguments_has_its_place_in_the_words_of_mcp() -> None:
+def test_problems_of_arguments_have_their_places_in_the_words_of_mcp() -> None:
     app = App("x")
 
     @app.query
@@ -469,10 +569,13 @@ def test_each_problem_of_the_arguments_has_its_place_in_the_words_of_mcp() -> No
 
     with connect_sync(app, protocol="mcp") as client:
         called = client.call_tool("move", {"to": {"x": "a"}, "step": 1}, check=False)
-    assert called.text == "arguments.to.x: expected int, got str; arguments.steps: missing; arguments.step: unknown name"
+    assert (
+        called.text
+        == "arguments.to.x: expected int, got str; arguments.steps: missing; arguments.step: unknown name"
+    )
 
 
-def test_a_result_of_another_type_is_named_in_the_text_that_clients_show_in_development() -> None:
+def test_result_of_another_type_is_named_in_the_text_that_clients_show_in_development() -> None:
     app = App("x")
 
     @app.query
@@ -484,7 +587,7 @@ def test_a_result_of_another_type_is_named_in_the_text_that_clients_show_in_deve
     assert called.text == "Internal error: count must return int: result: expected int, got str"
 
 
-def test_an_argument_of_a_prompt_that_does_not_fit_is_named_as_in_a_tool() -> None:
+def test_prompt_argument_that_does_not_fit_is_named_as_in_a_tool() -> None:
     app = App("x")
 
     @app.prompt

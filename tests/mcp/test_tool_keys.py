@@ -1,4 +1,6 @@
-"""Commands called as tools: where their key may be, what is replayed, and what the ledger refuses (P3 to P5)."""
+"""Commands called as tools: where their key may be, what is replayed, and what the ledger refuses
+(P3 to P5).
+"""
 
 import asyncio
 import json
@@ -8,7 +10,19 @@ from typing import Any, Literal
 import pytest
 
 from tests.calls import make_app, returning
-from tests.mcp.asgi import EVERY_WAY, KEY, PATIENCE, R1, R2, R4, R5, REPLAYED, REVISIONS, over_http, speak
+from tests.mcp.asgi import (
+    EVERY_WAY,
+    KEY,
+    PATIENCE,
+    R1,
+    R2,
+    R4,
+    R5,
+    REPLAYED,
+    REVISIONS,
+    over_http,
+    speak,
+)
 from wirecall import Context, ToolError
 from wirecall.mcp import ResourceLink, ToolResult
 
@@ -50,7 +64,7 @@ PLACES: dict[str, Callable[[str], dict[str, Any]]] = {
 
 
 def at(*places: tuple[str, str]) -> dict[str, Any]:
-    """What gives a call its key in some places."""
+    """The arguments that put a key into each of the given places."""
     given: dict[str, Any] = {"arguments": {"cents": 5}}
     for place, key in places:
         for name, value in PLACES[place](key).items():
@@ -60,7 +74,7 @@ def at(*places: tuple[str, str]) -> dict[str, Any]:
 
 @every_revision
 @pytest.mark.parametrize("place", PLACES)
-async def test_a_key_is_found_in_every_place(revision: str, place: str) -> None:
+async def test_key_is_found_in_every_place(revision: str, place: str) -> None:
     """P3, P5: the place does not matter, the key does."""
     till = Till()
     async with over_http(till.app, revision) as client:
@@ -76,45 +90,55 @@ async def test_a_key_is_found_in_every_place(revision: str, place: str) -> None:
 
 @pytest.mark.parametrize("one", PLACES)
 @pytest.mark.parametrize("two", PLACES)
-async def test_two_keys_in_one_call_are_refused(one: str, two: str) -> None:
+async def test_call_with_two_keys_is_refused(one: str, two: str) -> None:
     if one == two:
         return
     till = Till()
     async with over_http(till.app) as client:
         error = await client.tool_error("pay", **at((one, "a"), (two, "b")))
-        assert (error["code"], error["data"]["type"], till.paid) == (-32602, "idempotency_key_invalid", [])
+        assert (error["code"], error["data"]["type"], till.paid) == (
+            -32602,
+            "idempotency_key_invalid",
+            [],
+        )
         assert await client.tool("pay", **at((one, "a"), (two, "a")))
 
 
 @every_revision
 @pytest.mark.parametrize("key", ["", "a b", "ü", "x" * 256, 5, True, None, ["k"], "a\n"])
-async def test_a_bad_key_is_refused(revision: str, key: Any) -> None:
+async def test_bad_key_is_refused(revision: str, key: Any) -> None:
     till = Till()
     async with over_http(till.app, revision) as client:
         for place in ("meta", "camel", "snake", "argument"):
             error = await client.tool_error("pay", **at((place, key)))
-            assert (error["code"], error["data"]["type"]) == (-32602, "idempotency_key_invalid"), place
+            assert (error["code"], error["data"]["type"]) == (-32602, "idempotency_key_invalid"), (
+                place
+            )
     assert till.paid == []
 
 
 @pytest.mark.parametrize("key", ["", "a b", "x" * 256])
-async def test_a_bad_key_in_the_header_is_refused(key: str) -> None:
+async def test_bad_key_in_the_header_is_refused(key: str) -> None:
     till = Till()
     async with over_http(till.app) as client:
         error = await client.tool_error("pay", **at(("header", key)))
     assert (error["data"]["type"], till.paid) == ("idempotency_key_invalid", [])
 
 
-async def test_a_doubled_key_header_is_400() -> None:
+async def test_doubled_key_header_is_400() -> None:
     till = Till()
     async with over_http(till.app) as client:
         message = client.message("tools/call", {"name": "pay", "arguments": {"cents": 5}})
-        told = [*client.headers(message).items(), ("idempotency-key", "a"), ("idempotency-key", "a")]
+        told = [
+            *client.headers(message).items(),
+            ("idempotency-key", "a"),
+            ("idempotency-key", "a"),
+        ]
         assert (await client.post(message, told).started()).status == 400
     assert till.paid == []
 
 
-async def test_without_a_key_every_call_counts_whose_answer_arrives() -> None:
+async def test_call_without_a_key_counts_each_time_its_answer_arrives() -> None:
     till = Till(mode="production")
     async with over_http(till.app) as client:
         for _ in range(2):
@@ -124,7 +148,7 @@ async def test_without_a_key_every_call_counts_whose_answer_arrives() -> None:
     assert len(set(till.keys)) == 2 and all(key and key.startswith("auto-") for key in till.keys)
 
 
-async def test_a_command_without_a_record_has_no_key() -> None:
+async def test_command_without_a_record_has_no_key() -> None:
     till = Till(key="off")
     async with over_http(till.app) as client:
         await client.tool("pay", {"cents": 5})
@@ -132,7 +156,9 @@ async def test_a_command_without_a_record_has_no_key() -> None:
 
 
 @every_way
-async def test_replays_in_every_revision_and_on_every_way(transport: str, revision: str) -> None:
+async def test_replays_are_marked_in_every_revision_on_every_transport(
+    transport: str, revision: str
+) -> None:
     till = Till()
     async with speak(transport, till.app, revision) as client:
         await client.tool("pay", {"cents": 5}, meta={KEY: "k"})
@@ -142,14 +168,17 @@ async def test_replays_in_every_revision_and_on_every_way(transport: str, revisi
 
 
 @pytest.mark.parametrize("first", REVISIONS)
-async def test_a_replay_has_the_form_of_the_retry_s_revision(first: str) -> None:
-    """The record holds the full result, at whatever revision the first call was."""
-    app, ran = make_app(), []
+async def test_replay_has_the_form_of_the_retry_s_revision(first: str) -> None:
+    """The record holds the full result, whatever the revision of the first call."""
+    app = make_app()
+    ran = []
 
     @app.command
     def make() -> ToolResult:
         ran.append(1)
-        return ToolResult(content=[ResourceLink(uri="test://made", name="made")], structured={"made": 1})
+        return ToolResult(
+            content=[ResourceLink(uri="test://made", name="made")], structured={"made": 1}
+        )
 
     async with over_http(app, first) as client:
         await client.tool("make", meta={KEY: "k"})
@@ -158,14 +187,16 @@ async def test_a_replay_has_the_form_of_the_retry_s_revision(first: str) -> None
             await other.open()
             found = await other.tool("make", meta={KEY: "k"})
             assert found["_meta"][REPLAYED] is True
-            assert found["content"][0]["type"] == ("text" if revision in (R1, R2) else "resource_link")
+            assert found["content"][0]["type"] == (
+                "text" if revision in (R1, R2) else "resource_link"
+            )
             assert found.get("structuredContent") == (None if revision in (R1, R2) else {"made": 1})
             assert ("resultType" in found) == (revision == R5)
     assert ran == [1]
 
 
 @every_revision
-async def test_a_recorded_failure_is_replayed_too(revision: str) -> None:
+async def test_recorded_failure_is_replayed_too(revision: str) -> None:
     till = Till()
     async with over_http(till.app, revision) as client:
         for replayed in (None, True):
@@ -176,7 +207,7 @@ async def test_a_recorded_failure_is_replayed_too(revision: str) -> None:
 
 
 @every_revision
-async def test_the_ledgers_errors_over_mcp(revision: str) -> None:
+async def test_ledgers_errors_over_mcp(revision: str) -> None:
     till = Till()
     async with over_http(till.app, revision) as client:
         await client.tool("pay", {"cents": 5}, meta={KEY: "used"})
@@ -189,11 +220,19 @@ async def test_the_ledgers_errors_over_mcp(revision: str) -> None:
 
         await client.tool("pay", {"cents": 1001}, meta={KEY: "broken"})
         unknown = await client.tool_error("pay", {"cents": 1001}, meta={KEY: "broken"})
-        assert (unknown["code"], unknown["data"]["type"], unknown["data"]["ran"]) == (50910, "outcome_unknown", "unknown")
+        assert (unknown["code"], unknown["data"]["type"], unknown["data"]["ran"]) == (
+            50910,
+            "outcome_unknown",
+            "unknown",
+        )
 
         till.gate.clear()
         till.entered.clear()
-        first = client.post(client.message("tools/call", {"name": "pay", "arguments": {"cents": 7}}, "w", {KEY: "busy"}))
+        first = client.post(
+            client.message(
+                "tools/call", {"name": "pay", "arguments": {"cents": 7}}, "w", {KEY: "busy"}
+            )
+        )
         async with asyncio.timeout(PATIENCE):
             await till.entered.wait()
         busy = await client.tool_error("pay", {"cents": 7}, meta={KEY: "busy"})
@@ -205,8 +244,9 @@ async def test_the_ledgers_errors_over_mcp(revision: str) -> None:
 
 
 @every_revision
-async def test_a_result_that_was_too_large_to_keep(revision: str) -> None:
-    app, ran = make_app(), []
+async def test_result_that_was_too_large_to_keep_is_reported(revision: str) -> None:
+    app = make_app()
+    ran = []
 
     @app.command(max_stored_result=10)
     def pay() -> str:
@@ -216,12 +256,19 @@ async def test_a_result_that_was_too_large_to_keep(revision: str) -> None:
     async with over_http(app, revision) as client:
         assert (await client.tool("pay", meta={KEY: "k"}))["content"][0]["text"] == "x" * 100
         error = await client.tool_error("pay", meta={KEY: "k"})
-    assert (error["code"], error["data"]["type"], error["data"]["ran"]) == (41010, "result_not_retained", "yes")
+    assert (error["code"], error["data"]["type"], error["data"]["ran"]) == (
+        41010,
+        "result_not_retained",
+        "yes",
+    )
     assert ran == [1]
 
 
-async def test_duplicates_at_once_are_one() -> None:
-    app, ran, entered, gate = make_app(), [], asyncio.Event(), asyncio.Event()
+async def test_duplicates_at_once_have_one_effect() -> None:
+    app = make_app()
+    ran = []
+    entered = asyncio.Event()
+    gate = asyncio.Event()
 
     @app.command
     async def pay() -> int:
@@ -231,20 +278,29 @@ async def test_duplicates_at_once_are_one() -> None:
         return 1
 
     async with over_http(app) as client:
-        calls = [client.post(client.message("tools/call", {"name": "pay"}, id, {KEY: "k"})) for id in range(5)]
+        calls = [
+            client.post(client.message("tools/call", {"name": "pay"}, id, {KEY: "k"}))
+            for id in range(5)
+        ]
         async with asyncio.timeout(PATIENCE):
             await entered.wait()
         gate.set()
         answers = [await call.json() for call in calls]
     assert ran == [1]
-    assert sorted(bool(answer["result"]["_meta"].get(REPLAYED)) for answer in answers) == [False, True, True, True, True]
+    assert sorted(bool(answer["result"]["_meta"].get(REPLAYED)) for answer in answers) == [
+        False,
+        True,
+        True,
+        True,
+        True,
+    ]
 
 
 def who(headers: Mapping[str, str]) -> str | None:
     return headers.get("authorization")
 
 
-async def test_a_key_belongs_to_its_caller() -> None:
+async def test_key_belongs_to_its_caller() -> None:
     till = Till(authenticate=who)
     async with over_http(till.app, R5, headers={"authorization": "ann"}) as client:
         await client.tool("pay", {"cents": 5}, meta={KEY: "k"})
@@ -252,7 +308,7 @@ async def test_a_key_belongs_to_its_caller() -> None:
     assert till.paid == [5, 6]
 
 
-async def test_bad_arguments_take_no_claim() -> None:
+async def test_bad_arguments_do_not_claim_the_key() -> None:
     till = Till()
     async with over_http(till.app) as client:
         assert (await client.tool("pay", {"cents": "five"}, meta={KEY: "k"}))["isError"]
@@ -261,8 +317,9 @@ async def test_bad_arguments_take_no_claim() -> None:
 
 
 @every_revision
-async def test_a_key_may_be_required(revision: str) -> None:
-    app, ran = make_app(), []
+async def test_key_may_be_required(revision: str) -> None:
+    app = make_app()
+    ran = []
 
     @app.command(key="required")
     def pay() -> str:
@@ -274,18 +331,27 @@ async def test_a_key_may_be_required(revision: str) -> None:
         assert tool["inputSchema"]["required"] == ["idempotency_key"]
         assert tool["inputSchema"]["properties"]["idempotency_key"]["maxLength"] == 255
         error = await client.tool_error("pay")
-        assert (error["code"], error["data"]["type"], ran) == (-32602, "idempotency_key_required", [])
+        assert (error["code"], error["data"]["type"], ran) == (
+            -32602,
+            "idempotency_key_required",
+            [],
+        )
         assert await client.tool("pay", meta={KEY: "k"})
         assert await client.tool("pay", {"idempotency_key": "k"})
     assert ran == [1]
-    document = json.loads(await app.handle(b'{"jsonrpc":"2.0","id":1,"method":"rpc.discover"}') or b"")["result"]
-    assert [(param["name"], param["required"]) for param in document["methods"][0]["params"]] == [("idempotency_key", True)]
+    document = json.loads(
+        await app.handle(b'{"jsonrpc":"2.0","id":1,"method":"rpc.discover"}') or b""
+    )["result"]
+    assert [(param["name"], param["required"]) for param in document["methods"][0]["params"]] == [
+        ("idempotency_key", True)
+    ]
 
 
 @every_revision
-async def test_a_key_may_be_asked_of_the_model(revision: str) -> None:
+async def test_key_may_be_requested_from_the_model(revision: str) -> None:
     """A visible argument with a description; the function does not see it."""
-    app, ran = make_app(), []
+    app = make_app()
+    ran = []
 
     @app.command(key="ask")
     def pay(cents: int) -> str:
@@ -299,7 +365,10 @@ async def test_a_key_may_be_asked_of_the_model(revision: str) -> None:
         assert sorted(schema["required"]) == ["cents", "idempotency_key"]
         missing = await client.call("tools/call", {"name": "pay", "arguments": {"cents": 5}})
         if revision in (R4, R5):  # an argument is missing: the model gets the error
-            assert missing["result"]["isError"] and "idempotency_key" in missing["result"]["content"][0]["text"]
+            assert (
+                missing["result"]["isError"]
+                and "idempotency_key" in missing["result"]["content"][0]["text"]
+            )
         else:
             assert missing["error"]["code"] == -32602
         for _ in range(2):
@@ -307,7 +376,7 @@ async def test_a_key_may_be_asked_of_the_model(revision: str) -> None:
     assert ran == [5]
 
 
-async def test_a_query_works_with_and_without_a_key() -> None:
+async def test_query_works_with_and_without_a_key() -> None:
     app = make_app()
     app.query(name="give")(returning(str, "x"))
     async with over_http(app) as client:

@@ -1,4 +1,4 @@
-"""Tools: what they say of themselves (T1, T2), and what they return in each revision."""
+"""Tools: how they describe themselves (T1, T2), and what they return in each revision."""
 
 import json
 from collections.abc import Callable
@@ -21,12 +21,13 @@ def nothing() -> None:
     """Does nothing."""
 
 
-# --- annotations -----------------------------------------------------------------------------------------------------
+# --- annotations ----------------------------------------------------------------------------------
 
 Declare = Callable[[App], Any]
 HINTS = ("readOnlyHint", "destructiveHint", "idempotentHint", "openWorldHint")
 
-# What is not said has the specification's default: mutating, destructive, not idempotent, open world.
+# An undeclared hint has the specification's default: mutating, destructive, not idempotent, open
+# world.
 DECLARED: list[tuple[str, Declare, tuple[bool, bool | None, bool | None, bool]]] = [
     ("query", lambda app: app.query(nothing), (True, None, None, True)),
     ("closed query", lambda app: app.query(open_world=False)(nothing), (True, None, None, False)),
@@ -48,29 +49,44 @@ DECLARED: list[tuple[str, Declare, tuple[bool, bool | None, bool | None, bool]]]
     ),
     (
         "reading tool, closed",
-        lambda app: app.tool(annotations=ToolAnnotations(readOnlyHint=True, openWorldHint=False))(nothing),
+        lambda app: app.tool(annotations=ToolAnnotations(readOnlyHint=True, openWorldHint=False))(
+            nothing
+        ),
         (True, None, None, False),
     ),
     (
         "additive tool",
-        lambda app: app.tool(annotations=ToolAnnotations(destructiveHint=False, idempotentHint=True))(nothing),
+        lambda app: app.tool(
+            annotations=ToolAnnotations(destructiveHint=False, idempotentHint=True)
+        )(nothing),
         (False, False, True, True),
     ),
 ]
 
 
-@pytest.mark.parametrize(("declare", "expected"), [row[1:] for row in DECLARED], ids=[row[0] for row in DECLARED])
-async def test_hints_follow_from_the_declaration(declare: Declare, expected: tuple[Any, ...]) -> None:
-    """T1, T2. A reader that knows the defaults and one that does not must come to the same."""
+@pytest.mark.parametrize(
+    ("declare", "expected"), [row[1:] for row in DECLARED], ids=[row[0] for row in DECLARED]
+)
+async def test_hints_follow_from_the_declaration(
+    declare: Declare, expected: tuple[Any, ...]
+) -> None:
+    """T1, T2.
+
+    A reader that knows the defaults and one that does not must reach the same conclusion.
+    """
     app = make_app()
     declare(app)
     for revision in (R2, R3, R4, R5):
         async with over_http(app, revision) as client:
             hints = (await client.result("tools/list"))["tools"][0]["annotations"]
-        told = (hints.get("readOnlyHint", False), hints.get("destructiveHint", True), hints.get("idempotentHint", False))
+        told = (
+            hints.get("readOnlyHint", False),
+            hints.get("destructiveHint", True),
+            hints.get("idempotentHint", False),
+        )
         assert told[0] is expected[0]
         assert hints.get("openWorldHint", True) is expected[3]
-        if not expected[0]:  # the two have a meaning only then
+        if not expected[0]:  # only then do the two have a meaning
             assert told[1:] == expected[1:3]
         elif "destructiveHint" in hints:
             assert hints["destructiveHint"] is False
@@ -85,7 +101,7 @@ async def test_hints_follow_from_the_declaration(declare: Declare, expected: tup
         lambda app: app.tool(annotations=ToolAnnotations(title="Nice"))(nothing),
     ],
 )
-async def test_a_title_is_sent_if_the_revision_has_it(declare: Declare) -> None:
+async def test_title_is_sent_if_the_revision_has_it(declare: Declare) -> None:
     app = make_app()
     declare(app)
     for revision in REVISIONS:
@@ -98,13 +114,21 @@ async def test_a_title_is_sent_if_the_revision_has_it(declare: Declare) -> None:
 CONTRADICTIONS: dict[str, Declare] = {
     "a destructive query": lambda app: app.query(destructive=True)(nothing),
     "a query that cannot be repeated": lambda app: app.query(idempotent=False)(nothing),
-    "reads and destroys": lambda app: app.tool(annotations=ToolAnnotations(readOnlyHint=True, destructiveHint=True))(
-        nothing
-    ),
-    "reads once": lambda app: app.tool(annotations=ToolAnnotations(readOnlyHint=True, idempotentHint=False))(nothing),
-    "reads with a key": lambda app: app.tool(annotations=ToolAnnotations(readOnlyHint=True), key="required")(nothing),
-    "reads and is retried": lambda app: app.tool(annotations=ToolAnnotations(readOnlyHint=True), on_crash="rerun")(nothing),
-    "reads and is kept": lambda app: app.tool(annotations=ToolAnnotations(readOnlyHint=True), retention=60)(nothing),
+    "reads and destroys": lambda app: app.tool(
+        annotations=ToolAnnotations(readOnlyHint=True, destructiveHint=True)
+    )(nothing),
+    "reads once": lambda app: app.tool(
+        annotations=ToolAnnotations(readOnlyHint=True, idempotentHint=False)
+    )(nothing),
+    "reads with a key": lambda app: app.tool(
+        annotations=ToolAnnotations(readOnlyHint=True), key="required"
+    )(nothing),
+    "reads and is retried": lambda app: app.tool(
+        annotations=ToolAnnotations(readOnlyHint=True), on_crash="rerun"
+    )(nothing),
+    "reads and is kept": lambda app: app.tool(
+        annotations=ToolAnnotations(readOnlyHint=True), retention=60
+    )(nothing),
     "two of a name": lambda app: (app.query(nothing), app.tool(nothing)),
     "an unknown rule for keys": lambda app: app.command(key="always")(nothing),  # type: ignore[call-overload]
     "served nowhere": lambda app: app.query(expose=())(nothing),
@@ -112,12 +136,12 @@ CONTRADICTIONS: dict[str, Declare] = {
 
 
 @pytest.mark.parametrize("declare", CONTRADICTIONS.values(), ids=CONTRADICTIONS.keys())
-def test_a_contradiction_is_an_error_at_registration(declare: Declare) -> None:
+def test_contradiction_is_an_error_at_registration(declare: Declare) -> None:
     with pytest.raises(UsageError):
         declare(make_app())
 
 
-async def test_a_method_for_json_rpc_only_is_not_a_tool() -> None:
+async def test_method_for_json_rpc_only_is_not_a_tool() -> None:
     app = make_app()
     app.query(expose=("rpc",), name="hidden")(nothing)
     app.query(expose=("mcp",), name="shown")(nothing)
@@ -125,15 +149,19 @@ async def test_a_method_for_json_rpc_only_is_not_a_tool() -> None:
         assert [tool["name"] for tool in (await client.result("tools/list"))["tools"]] == ["shown"]
         assert (await client.tool_error("hidden"))["code"] == -32602
         assert (await client.tool_error("rpc.discover"))["code"] == -32602
-    assert b"Method not found" in (await app.handle(b'{"jsonrpc":"2.0","id":1,"method":"shown"}') or b"")
+    assert b"Method not found" in (
+        await app.handle(b'{"jsonrpc":"2.0","id":1,"method":"shown"}') or b""
+    )
 
 
-# --- schemas ---------------------------------------------------------------------------------------------------------
+# --- schemas --------------------------------------------------------------------------------------
 
 VERBATIM = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
     "type": "object",
-    "$defs": {"address": {"$anchor": "a", "type": "object", "properties": {"street": {"type": "string"}}}},
+    "$defs": {
+        "address": {"$anchor": "a", "type": "object", "properties": {"street": {"type": "string"}}}
+    },
     "properties": {"address": {"$ref": "#/$defs/address"}, "kind": {"enum": ["a", "b"]}},
     "allOf": [{"anyOf": [{"required": ["address"]}, {"required": ["kind"]}]}],
     "if": {"properties": {"kind": {"const": "a"}}},
@@ -144,7 +172,7 @@ VERBATIM = {
 
 
 @every_revision
-async def test_a_schema_is_published_as_it_was_written(revision: str) -> None:
+async def test_schema_is_published_as_it_was_written(revision: str) -> None:
     """Trap 53."""
     app = make_app()
 
@@ -170,7 +198,7 @@ class Receipt(Struct):
     number: int
 
 
-async def test_a_schema_carries_the_definitions_that_it_uses_and_no_others() -> None:
+async def test_schema_carries_the_definitions_that_it_uses_and_no_others() -> None:
     app = make_app()
 
     @app.query
@@ -187,7 +215,9 @@ async def test_a_schema_carries_the_definitions_that_it_uses_and_no_others() -> 
     async with over_http(app) as client:
         tools = {tool["name"]: tool for tool in (await client.result("tools/list"))["tools"]}
     used = {
-        name: tuple(sorted(tool.get(side, {}).get("$defs", {})) for side in ("inputSchema", "outputSchema"))
+        name: tuple(
+            sorted(tool.get(side, {}).get("$defs", {})) for side in ("inputSchema", "outputSchema")
+        )
         for name, tool in tools.items()
     }
     assert used == {
@@ -199,7 +229,7 @@ async def test_a_schema_carries_the_definitions_that_it_uses_and_no_others() -> 
 
 
 @every_revision
-async def test_every_schema_is_one(revision: str) -> None:
+async def test_schema_of_every_tool_is_valid(revision: str) -> None:
     app = make_app()
 
     @app.command(key="ask")
@@ -214,7 +244,7 @@ async def test_every_schema_is_one(revision: str) -> None:
             jsonschema.Draft202012Validator.check_schema(tool.get("outputSchema", {}))
 
 
-# --- structured output (matrix 1.6, trap 50) -------------------------------------------------------------------------
+# --- structured output (matrix 1.6, trap 50) ------------------------------------------------------
 
 
 class Point(Struct):
@@ -241,19 +271,26 @@ VALUES: list[tuple[str, Any, Any, Any]] = [
 
 
 @every_revision
-@pytest.mark.parametrize(("kind", "value", "plain"), [row[1:] for row in VALUES], ids=[row[0] for row in VALUES])
-async def test_structured_content_fits_its_schema_and_its_revision(revision: str, kind: Any, value: Any, plain: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "value", "plain"), [row[1:] for row in VALUES], ids=[row[0] for row in VALUES]
+)
+async def test_structured_content_fits_its_schema_and_its_revision(
+    revision: str, kind: Any, value: Any, plain: Any
+) -> None:
     app = make_app()
     app.query(name="give")(returning(kind, value))
     async with over_http(app, revision) as client:
         tool = (await client.result("tools/list"))["tools"][0]
         found = await client.tool("give")
-    assert json.loads(found["content"][0]["text"]) == plain  # also as text, for those who read only that
+    # Also as text, for those who read only that.
+    assert json.loads(found["content"][0]["text"]) == plain
     if revision in (R1, R2):
         assert "structuredContent" not in found and "outputSchema" not in tool
         return
     assert "structuredContent" in found
-    jsonschema.validate(found["structuredContent"], tool["outputSchema"], jsonschema.Draft202012Validator)
+    jsonschema.validate(
+        found["structuredContent"], tool["outputSchema"], jsonschema.Draft202012Validator
+    )
     if revision == R5:
         assert found["structuredContent"] == plain
     else:
@@ -275,7 +312,9 @@ async def test_structured_content_fits_its_schema_and_its_revision(revision: str
         (Embedded, Embedded(uri="test://x", blob=b"\x00\xff", mime_type="a/b"), ["resource"]),
     ],
 )
-async def test_text_and_content_are_not_structured(revision: str, kind: Any, value: Any, types: list[str]) -> None:
+async def test_text_and_content_are_not_structured(
+    revision: str, kind: Any, value: Any, types: list[str]
+) -> None:
     app = make_app()
     app.query(name="give")(returning(kind, value))
     async with over_http(app, revision) as client:
@@ -290,13 +329,15 @@ async def test_bytes_travel_as_base64() -> None:
     app.query(name="image")(returning(Image, Image(data=b"\xff\xfe\x00", mime_type="image/png")))
     app.query(name="blob")(returning(Embedded, Embedded(uri="test://x", blob=b"\xff\xfe\x00")))
     async with over_http(app) as client:
-        assert (await client.tool("image"))["content"] == [{"type": "image", "data": "//4A", "mimeType": "image/png"}]
+        assert (await client.tool("image"))["content"] == [
+            {"type": "image", "data": "//4A", "mimeType": "image/png"}
+        ]
         assert (await client.tool("blob"))["content"] == [
             {"type": "resource", "resource": {"uri": "test://x", "blob": "//4A"}}
         ]
 
 
-async def test_a_tool_result_is_sent_unchanged() -> None:
+async def test_tool_result_is_sent_unchanged() -> None:
     app = make_app()
 
     @app.tool(output_schema={"type": "array", "items": {"type": "integer"}})
@@ -311,17 +352,20 @@ async def test_a_tool_result_is_sent_unchanged() -> None:
         assert (await client.tool("whole"))["structuredContent"] == {"result": [1]}
 
 
-# --- refusals --------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 @every_way
-async def test_the_message_of_a_refusal_contains_the_reason(transport: str, revision: str) -> None:
-    """Most clients show a person, or a model, the message of an error and nothing else of it."""
+async def test_message_of_a_refusal_contains_the_reason(transport: str, revision: str) -> None:
+    """Most clients show a person, or a model, only the message of an error."""
     app = make_app()
     app.query(name="double")(_double)
     async with speak(transport, app, revision) as client:
         unknown = await client.error("tools/call", {"name": "nobody"})
-        assert (unknown["code"], unknown["message"]) == (-32602, "Invalid params: there is no tool 'nobody'")
+        assert (unknown["code"], unknown["message"]) == (
+            -32602,
+            "Invalid params: there is no tool 'nobody'",
+        )
         assert unknown["data"] == {"reason": "there is no tool 'nobody'"}
         if revision in (R1, R2, R3):  # later this is a result
             wrong = await client.error("tools/call", {"name": "double", "arguments": {"n": "2"}})

@@ -9,7 +9,18 @@ import pytest
 
 from tests.calls import make_app
 from tests.mcp.asgi import R3, R4, R5
-from tests.mcp.scripted import Answer, Reply, Scripted, Seen, event, newest, older, refusal, result, text
+from tests.mcp.scripted import (
+    Answer,
+    Reply,
+    Scripted,
+    Seen,
+    event,
+    newest,
+    older,
+    refusal,
+    result,
+    text,
+)
 from wirecall import Context, connect
 from wirecall.errors import BadAnswer, RpcError, VisitRequired
 from wirecall.mcp import Elicited
@@ -24,13 +35,22 @@ def elicitation(id: str = "e-1", url: str = URL) -> dict[str, Any]:
 
 
 def refused(message: Any, *elicitations: Any) -> Reply:
-    return refusal(message, -32042, "This request requires more information.", {"elicitations": list(elicitations)})
+    return refusal(
+        message,
+        -32042,
+        "This request requires more information.",
+        {"elicitations": list(elicitations)},
+    )
 
 
 class Desk:
-    """A server that refuses calls until `is_open` says otherwise, and the user who visits its pages."""
+    """A server that refuses calls until `is_open` says otherwise, and the user who visits its
+    pages.
+    """
 
-    def __init__(self, is_open: Callable[["Desk"], bool], *, fresh_ids: bool = False, agrees: Any = True) -> None:
+    def __init__(
+        self, is_open: Callable[["Desk"], bool], *, fresh_ids: bool = False, agrees: Any = True
+    ) -> None:
         self.calls: list[Any] = []
         self.visits: list[Visit] = []
         self.news: asyncio.Queue[str | None] = asyncio.Queue()  # events of the standing stream
@@ -57,7 +77,10 @@ class Desk:
             return older(lambda message, _: result(message, {}), R4)(message, seen)
         self.calls.append(message)
         if self._is_open(self):
-            found: dict[str, Any] = {"prompts/get": {"messages": []}, "resources/read": {"contents": []}}
+            found: dict[str, Any] = {
+                "prompts/get": {"messages": []},
+                "resources/read": {"contents": []},
+            }
             return result(message, found.get(seen.method, text("done")))
         return refused(message, elicitation(f"e-{len(self.calls) if self._fresh_ids else 1}"))
 
@@ -72,14 +95,16 @@ async def client_of(answer: Answer, **options: Any) -> AsyncIterator[tuple[Scrip
 async def call(desk: Desk, method: str = "tools/call", **options: Any) -> Any:
     async with client_of(desk, **{"elicit_url": desk.visit, **options}) as (_, client):
         try:
-            return await client.call(method, {"name": "pay", "uri": "test://a", "arguments": {"cents": 5}})
+            return await client.call(
+                method, {"name": "pay", "uri": "test://a", "arguments": {"cents": 5}}
+            )
         finally:
             desk.news.put_nowait(None)
 
 
 @pytest.mark.parametrize("method", ["tools/call", "prompts/get", "resources/read", "vendor/do"])
 @pytest.mark.parametrize("agrees", [True, Elicited("accept")])
-async def test_the_user_visits_the_page_and_the_call_goes_again(method: str, agrees: Any) -> None:
+async def test_visit_is_made_and_the_call_is_repeated(method: str, agrees: Any) -> None:
     desk = Desk(lambda desk: bool(desk.visits), agrees=agrees)
     assert await call(desk, method) is not None
     (visit,) = desk.visits
@@ -88,7 +113,7 @@ async def test_the_user_visits_the_page_and_the_call_goes_again(method: str, agr
     assert first["params"] == second["params"] and first["id"] != second["id"]
 
 
-async def test_the_client_waits_until_the_server_reports_the_visit_as_complete() -> None:
+async def test_client_waits_until_the_server_reports_the_visit_as_complete() -> None:
     """A handler may return as soon as the page is open. The user is asked once."""
 
     def is_open(desk: Desk) -> bool:
@@ -102,7 +127,7 @@ async def test_the_client_waits_until_the_server_reports_the_visit_as_complete()
     assert (len(desk.calls), len(desk.visits)) == (3, 1)
 
 
-async def test_a_server_that_names_another_visit_each_time_gets_the_first_one_complete() -> None:
+async def test_server_that_names_another_visit_each_time_gets_the_first_one_complete() -> None:
     def is_open(desk: Desk) -> bool:
         if len(desk.calls) == 2:
             desk.complete("e-1")
@@ -113,13 +138,18 @@ async def test_a_server_that_names_another_visit_each_time_gets_the_first_one_co
     assert [visit.elicitation_id for visit in desk.visits] == ["e-1"]
 
 
-async def test_a_visit_that_is_complete_before_the_handler_returns_is_not_waited_for() -> None:
-    desk, heard = Desk(lambda desk: False), asyncio.Event()
+async def test_visit_that_is_complete_before_the_handler_returns_is_not_waited_for() -> None:
+    desk = Desk(lambda desk: False)
+    heard = asyncio.Event()
 
     async def visit(asked: Visit) -> bool:
         desk.visits.append(asked)
         desk.complete(str(asked.elicitation_id))
-        desk.news.put_nowait(event({"jsonrpc": "2.0", "method": "notifications/message", "params": {"level": "info"}}))
+        desk.news.put_nowait(
+            event(
+                {"jsonrpc": "2.0", "method": "notifications/message", "params": {"level": "info"}}
+            )
+        )
         await heard.wait()  # the message behind the report
         return True
 
@@ -128,15 +158,16 @@ async def test_a_visit_that_is_complete_before_the_handler_returns_is_not_waited
     assert (len(desk.calls), len(desk.visits)) == (2, 1)
 
 
-async def test_a_visit_that_is_never_reported_ends_with_the_time_of_the_call() -> None:
+async def test_visit_that_is_never_reported_ends_with_the_time_of_the_call() -> None:
     desk = Desk(lambda desk: False)
     with pytest.raises(VisitRequired) as error:
         await call(desk, timeout=2.0)
     assert error.value.ran == "no"
-    assert (len(desk.calls), len(desk.visits)) == (3, 1)  # the first, one at once, and one after the wait
+    # The first, one at once, and one after the wait.
+    assert (len(desk.calls), len(desk.visits)) == (3, 1)
 
 
-async def test_several_pages_are_visited_one_after_another() -> None:
+async def test_visits_to_several_pages_are_made_one_after_another() -> None:
     visits: list[str] = []
 
     def answer(message: Any, _: Seen) -> Reply:
@@ -153,14 +184,14 @@ async def test_several_pages_are_visited_one_after_another() -> None:
 
 
 @pytest.mark.parametrize("agrees", [False, Elicited("decline"), Elicited("cancel")])
-async def test_a_user_who_declines(agrees: Any) -> None:
+async def test_visit_that_is_declined_raises(agrees: Any) -> None:
     desk = Desk(lambda desk: False, agrees=agrees)
     with pytest.raises(VisitRequired) as error:
         await call(desk)
     assert (error.value.ran, len(desk.calls), len(desk.visits)) == ("no", 1, 1)
 
 
-async def test_a_client_without_a_handler_gets_the_error() -> None:
+async def test_client_without_a_handler_gets_the_error() -> None:
     desk = Desk(lambda desk: False)
     with pytest.raises(VisitRequired) as error:
         await call(desk, elicit_url=None)
@@ -169,7 +200,7 @@ async def test_a_client_without_a_handler_gets_the_error() -> None:
 
 
 @pytest.mark.parametrize("revision", [R3, R5])
-async def test_other_revisions_do_not_have_it(revision: str) -> None:
+async def test_visits_exist_only_at_2025_11_25(revision: str) -> None:
     desk = Desk(lambda desk: False)
     wrap = newest if revision == R5 else lambda answer: older(answer, revision)
     answer = wrap(lambda message, _: refused(message, elicitation()))
@@ -191,7 +222,7 @@ async def test_other_revisions_do_not_have_it(revision: str) -> None:
         {"elicitations": [{**elicitation(), "mode": "form"}]},  # only pages
     ],
 )
-async def test_a_server_that_does_not_say_where(data: Any) -> None:
+async def test_visit_without_an_address_is_a_bad_answer(data: Any) -> None:
     desk = Desk(lambda desk: False)
     answer = older(lambda message, _: refusal(message, -32042, "visit", data))
     async with client_of(answer, elicit_url=desk.visit) as (_, client):
@@ -200,18 +231,22 @@ async def test_a_server_that_does_not_say_where(data: Any) -> None:
     assert (error.value.ran, desk.visits) == ("no", [])
 
 
-async def test_an_empty_list_of_visits_is_the_error_itself() -> None:
+async def test_visit_list_that_is_empty_is_the_error_itself() -> None:
     desk = Desk(lambda desk: False)
-    async with client_of(older(lambda message, _: refused(message)), elicit_url=desk.visit) as (server, client):
+    async with client_of(older(lambda message, _: refused(message)), elicit_url=desk.visit) as (
+        server,
+        client,
+    ):
         with pytest.raises(VisitRequired):
             await client.call_tool("pay")
     assert server.methods().count("tools/call") == 1
 
 
 @pytest.mark.parametrize(
-    "url", ["http://example.com/", "file:///etc/passwd", "javascript:alert(1)", "", "https:", "http://["]
+    "url",
+    ["http://example.com/", "file:///etc/passwd", "javascript:alert(1)", "", "https:", "http://["],
 )
-async def test_addresses_that_a_browser_must_not_open_do_not_reach_the_handler(url: str) -> None:
+async def test_visit_handler_does_not_get_addresses_that_a_browser_must_not_open(url: str) -> None:
     desk = Desk(lambda desk: False)
     answer = older(lambda message, _: refused(message, elicitation(url=url)))
     async with client_of(answer, elicit_url=desk.visit) as (_, client):
@@ -221,11 +256,15 @@ async def test_addresses_that_a_browser_must_not_open_do_not_reach_the_handler(u
 
 
 @pytest.mark.parametrize(
-    ("url", "is_good"), [("http://localhost:8420/x", True), ("http://[::1]/x", True), (URL, True), ("ftp://a", False)]
+    ("url", "is_good"),
+    [("http://localhost:8420/x", True), ("http://[::1]/x", True), (URL, True), ("ftp://a", False)],
 )
 @pytest.mark.parametrize("revision", [R4, R5])
-async def test_the_same_addresses_are_good_in_a_question_of_the_server(url: str, is_good: bool, revision: str) -> None:
-    app, visits = make_app(), list[Visit]()
+async def test_visit_addresses_are_checked_alike_in_a_question_of_the_server(
+    url: str, is_good: bool, revision: str
+) -> None:
+    app = make_app()
+    visits = list[Visit]()
 
     @app.query
     async def sign_in(ctx: Context) -> str:

@@ -1,4 +1,6 @@
-"""Calls that wait for an answer of their client stop no other caller, have their own limits, and end with their client."""
+"""Calls that wait for their client do not block other callers, have their own limits, and end with
+it.
+"""
 
 import asyncio
 import gc
@@ -8,7 +10,18 @@ from typing import Any
 import pytest
 
 from tests.calls import make_app
-from tests.mcp.asgi import KEY, PATIENCE, R1, R3, R4, Exchange, HttpClient, LineClient, over_http, over_stdio
+from tests.mcp.asgi import (
+    KEY,
+    PATIENCE,
+    R1,
+    R3,
+    R4,
+    Exchange,
+    HttpClient,
+    LineClient,
+    over_http,
+    over_stdio,
+)
 from wirecall import App, Context, Limits, ToolAnnotations
 from wirecall.errors import NotCapable
 from wirecall.mcp.server import streams
@@ -24,12 +37,15 @@ def who(headers: Mapping[str, str]) -> str | None:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server sees that a reader has left when it writes to it, so that it writes often."""
+    """Make the server write often: it notices that a reader has left when it writes."""
     monkeypatch.setattr(streams, "KEEP_ALIVE", 0.01)
 
 
 class Desk:
-    """A tool and a command that ask, and a tool that does not. `ended` has the reasons why waits ended without an answer."""
+    """A tool and a command that ask, and a tool that does not.
+
+    `ended` says why waits ended unanswered.
+    """
 
     def __init__(self, **limits: Any) -> None:
         self.app = make_app(limits=Limits(**limits), authenticate=who)
@@ -68,7 +84,9 @@ class Desk:
             return await self.ended.get()
 
 
-async def asks(client: HttpClient, id: int, tool: str = "think", **more: Any) -> tuple[Exchange, Any]:
+async def asks(
+    client: HttpClient, id: int, tool: str = "think", **more: Any
+) -> tuple[Exchange, Any]:
     """A call that waits, and its question."""
     exchange = client.post(client.message("tools/call", {"name": tool}, f"asking-{id}", **more))
     return exchange, await exchange.message()
@@ -90,7 +108,7 @@ async def another(client: HttpClient, name: str) -> HttpClient:
 
 
 @pytest.mark.parametrize("revision", [R1, R3, R4])
-async def test_a_call_that_waits_for_its_client_takes_no_place_of_those_in_flight(revision: str) -> None:
+async def test_call_that_waits_for_its_client_does_not_count_as_in_flight(revision: str) -> None:
     desk = Desk(in_flight=2, waiting_per_session=20)
     async with ann(desk.app, revision) as client:
         open_ones = [await asks(client, number) for number in range(20)]
@@ -101,13 +119,16 @@ async def test_a_call_that_waits_for_its_client_takes_no_place_of_those_in_fligh
         assert (await bob.tool("plain"))["content"][0]["text"] == "plain"
 
 
-async def test_calls_left_after_their_question_leave_the_server_to_the_others() -> None:
+async def test_calls_abandoned_after_their_question_do_not_block_other_callers() -> None:
     """1,100 of them used to answer every other caller with 42910 for up to an hour."""
     desk = Desk(in_flight=8)
     async with ann(desk.app) as client:
         for number in range(40):
-            exchange = client.post(client.message("tools/call", {"name": "think"}, f"asking-{number}"))
-            assert await exchange.messages() if number >= 32 else await exchange.message()  # then there are too many of them
+            exchange = client.post(
+                client.message("tools/call", {"name": "think"}, f"asking-{number}")
+            )
+            # Then there are too many of them.
+            assert await exchange.messages() if number >= 32 else await exchange.message()
             await exchange.close()
         bob = await another(client, "bob")
         assert (await bob.tool("plain"))["content"][0]["text"] == "plain"
@@ -115,13 +136,17 @@ async def test_calls_left_after_their_question_leave_the_server_to_the_others() 
         assert question["method"] == "sampling/createMessage"
 
 
-async def test_a_session_has_so_many_calls_that_wait() -> None:
+async def test_waiting_calls_per_session_are_limited() -> None:
     desk = Desk(waiting_per_session=2, waiting_per_caller=100)
     async with ann(desk.app) as client:
         first = await asks(client, 1)
         await asks(client, 2)
         error = await client.tool_error("think")
-        assert (error["code"], error["data"]["limit"], error["data"]["max"]) == (42910, "waiting_per_session", 2)
+        assert (error["code"], error["data"]["limit"], error["data"]["max"]) == (
+            42910,
+            "waiting_per_session",
+            2,
+        )
         assert error["data"]["ran"] == "no" and error["data"]["retry_after_ms"] > 0
         assert (await client.tool("plain"))["content"][0]["text"] == "plain"
         again = await another(client, "ann")
@@ -130,19 +155,23 @@ async def test_a_session_has_so_many_calls_that_wait() -> None:
         await asks(client, 4)
 
 
-async def test_a_caller_has_so_many_calls_that_wait_in_all_its_sessions() -> None:
+async def test_waiting_calls_per_caller_are_limited_over_all_sessions() -> None:
     desk = Desk(waiting_per_session=2, waiting_per_caller=3)
     async with ann(desk.app) as client:
         sessions = [client, await another(client, "ann")]
         open_ones = [await asks(sessions[number % 2], number) for number in range(3)]
         error = await sessions[1].tool_error("think")
-        assert (error["code"], error["data"]["limit"], error["data"]["max"]) == (42910, "waiting_per_caller", 3)
+        assert (error["code"], error["data"]["limit"], error["data"]["max"]) == (
+            42910,
+            "waiting_per_caller",
+            3,
+        )
         await asks(await another(client, "bob"), 1)
         assert await settles(client, *open_ones[0]) == "deep"
         await asks(sessions[1], 10)
 
 
-async def test_several_questions_of_one_call_are_one_call_that_waits() -> None:
+async def test_waiting_call_with_several_questions_counts_once() -> None:
     desk = Desk(waiting_per_session=1)
     async with ann(desk.app) as client:
         exchange, first = await asks(client, 1, "think_twice")
@@ -153,10 +182,13 @@ async def test_several_questions_of_one_call_are_one_call_that_waits() -> None:
 
 
 @pytest.mark.parametrize("revision", [R1, R3, R4])
-async def test_several_tasks_of_one_call_that_ask_are_one_call_that_waits(revision: str) -> None:
-    """Each of them gave back a place of those in flight, and the call had one. So others could take more than there are."""
+async def test_waiting_call_whose_tasks_ask_counts_once(revision: str) -> None:
+    """Each task used to release the call's one place in flight, so others could take more than
+    there are.
+    """
     app = make_app(limits=Limits(in_flight=2, waiting_per_session=1))
-    entered, gate = asyncio.Semaphore(0), asyncio.Event()
+    entered = asyncio.Semaphore(0)
+    gate = asyncio.Event()
 
     @app.tool(annotations=READS)
     async def think(ctx: Context) -> str:
@@ -186,7 +218,7 @@ async def test_several_tasks_of_one_call_that_ask_are_one_call_that_waits(revisi
             assert "waited" in str(await each.messages())
 
 
-async def test_a_command_that_may_not_wait_has_not_run() -> None:
+async def test_command_that_may_not_wait_has_not_run() -> None:
     desk = Desk(waiting_per_session=1)
     async with ann(desk.app) as client:
         first = await asks(client, 1)
@@ -197,11 +229,11 @@ async def test_a_command_that_may_not_wait_has_not_run() -> None:
         assert await settles(client, *await asks(client, 2, "decide", meta=meta)) == "deep"
 
 
-# --- the end of a wait -----------------------------------------------------------------------------------------------
+# --- the end of a wait ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("revision", [R1, R3, R4])
-async def test_a_wait_ends_when_its_client_stays_away(revision: str) -> None:
+async def test_wait_ends_when_its_client_stays_away(revision: str) -> None:
     desk = Desk(away_time=1.0)
     async with ann(desk.app, revision) as client:
         exchange, _ = await asks(client, 1)
@@ -209,23 +241,25 @@ async def test_a_wait_ends_when_its_client_stays_away(revision: str) -> None:
         assert await desk.why() == "the client has left without an answer"
 
 
-async def test_a_client_that_comes_back_may_still_answer() -> None:
-    """Until 2025-11-25 a disconnect is not a cancellation: the client reads on where it was cut off."""
+async def test_client_that_comes_back_may_still_answer() -> None:
+    """Until 2025-11-25 a disconnect is not a cancellation: the client resumes where it was cut off."""
     desk = Desk()
     async with ann(desk.app) as client:
         cut = client.post(client.message("tools/call", {"name": "think"}, 1))
-        primer, asked = await cut.event(), await cut.event()
+        primer = await cut.event()
+        asked = await cut.event()
         assert primer is not None and asked is not None
         await cut.close()
         back = client.listen(primer.id)
         assert await settles(client, back, await back.message()) == "deep"
 
 
-async def test_a_client_that_reads_has_not_left() -> None:
+async def test_client_that_reads_has_not_left() -> None:
     desk = Desk(away_time=1.0)
     async with ann(desk.app) as client:
         cut = client.post(client.message("tools/call", {"name": "think"}, 1))
-        primer, asked = await cut.event(), await cut.event()
+        primer = await cut.event()
+        asked = await cut.event()
         assert primer is not None and asked is not None
         back = client.listen(primer.id)
         question = await back.message()
@@ -236,7 +270,7 @@ async def test_a_client_that_reads_has_not_left() -> None:
         assert await settles(client, back, question) == "deep"
 
 
-async def test_a_wait_ends_with_its_session() -> None:
+async def test_wait_ends_with_its_session() -> None:
     desk = Desk()
     async with ann(desk.app) as client:
         await asks(client, 1)
@@ -244,10 +278,12 @@ async def test_a_wait_ends_with_its_session() -> None:
         assert await desk.why() == "the client has left without an answer"
 
 
-# Python closes the coroutines of a loop that is closed, and they cannot cancel tasks there any more.
+# Python closes the coroutines of a loop that is closed, and they can no longer cancel tasks there.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_question_is_not_reported_as_lost_when_the_loop_ends_with_its_session() -> None:
-    """A loop that stops in the same moment never resumes the call, so no code can retrieve an exception of its question."""
+def test_question_is_not_reported_as_lost_when_the_loop_ends_with_its_session() -> None:
+    """A loop that stops at the same moment never resumes the call, so no code can retrieve the
+    exception.
+    """
     reports: list[str] = []
     loop = asyncio.new_event_loop()
     loop.set_exception_handler(lambda _, context: reports.append(context["message"]))
@@ -266,7 +302,7 @@ def test_a_question_is_not_reported_as_lost_when_the_loop_ends_with_its_session(
     assert not [report for report in reports if "never retrieved" in report]
 
 
-async def test_a_wait_ends_with_its_connection() -> None:
+async def test_wait_ends_with_its_connection() -> None:
     desk = Desk()
     async with over_stdio(desk.app, R4, capabilities=CAPABLE) as client:
         client.write(client.message("tools/call", {"name": "think"}, 1))
@@ -275,8 +311,10 @@ async def test_a_wait_ends_with_its_connection() -> None:
         assert await desk.why() == "the client has left without an answer"
 
 
-async def test_a_wait_ends_when_its_call_is_cancelled() -> None:
-    """A command without a commit point goes on when its caller cancels, but does not wait for an answer any more."""
+async def test_wait_ends_when_its_call_is_cancelled() -> None:
+    """A command without a commit point continues when its caller cancels, but stops waiting for an
+    answer.
+    """
     desk = Desk(waiting_per_session=1)
     async with ann(desk.app) as client:
         await asks(client, 1, "decide", meta={KEY: "k"})
@@ -285,7 +323,7 @@ async def test_a_wait_ends_when_its_call_is_cancelled() -> None:
         await asks(client, 2)
 
 
-async def test_a_wait_ends_after_the_answer_time() -> None:
+async def test_wait_ends_after_the_answer_time() -> None:
     desk = Desk(answer_time=1.0)
     async with over_stdio(desk.app, R4, capabilities=CAPABLE) as client:
         found = await client.tool("think")
@@ -293,7 +331,7 @@ async def test_a_wait_ends_after_the_answer_time() -> None:
         assert await desk.why() == "the client has not answered within 1 s"
 
 
-async def test_a_refused_question_ends_the_wait_for_the_others() -> None:
+async def test_refused_question_ends_the_wait_for_the_others() -> None:
     desk = Desk(waiting_per_session=1)
     async with over_stdio(desk.app, R4, capabilities=CAPABLE) as client:
         assert isinstance(client, LineClient)

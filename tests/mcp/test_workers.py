@@ -1,6 +1,8 @@
-"""Several workers behind one address: any of them serves any request, and what belongs to another reaches it.
+"""Several workers behind one address: any of them serves any request, and passes on messages for
+another.
 
-The server runs for real, with four workers; every request opens a connection of its own, so that they meet all of them.
+The server runs for real, with four workers; every request opens its own connection, so that each
+gets some.
 """
 
 import http.client
@@ -68,8 +70,10 @@ class Server:
         assert self.process.stderr is not None
         self.port = int(re.findall(rb":(\d+)", self.process.stderr.readline())[0])
 
-    def ask(self, method: str, body: str | None, headers: dict[str, str]) -> http.client.HTTPResponse:
-        """Each time over a connection of its own, which another worker may take."""
+    def ask(
+        self, method: str, body: str | None, headers: dict[str, str]
+    ) -> http.client.HTTPResponse:
+        """Send a request over a new connection, which another worker may accept."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
         self._connections.append(connection)
         connection.request(method, "/mcp", body, headers)
@@ -78,8 +82,13 @@ class Server:
         return answer
 
     def post(self, message: Any, token: str | None = None) -> http.client.HTTPResponse:
-        headers = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
-        return self.ask("POST", json.dumps(message), headers | ({"Mcp-Session-Id": token} if token else {}))
+        headers = {
+            "Content-Type": "application/json",
+            "Accept": "application/json, text/event-stream",
+        }
+        return self.ask(
+            "POST", json.dumps(message), headers | ({"Mcp-Session-Id": token} if token else {})
+        )
 
     def stream(self, token: str) -> http.client.HTTPResponse:
         return self.ask("GET", None, {"Accept": "text/event-stream", "Mcp-Session-Id": token})
@@ -125,7 +134,10 @@ def call(id: int, name: str, **meta: Any) -> dict[str, Any]:
 
 
 def messages(stream: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The messages of a stream to its end, past comments and events without data. Comments do not count as life."""
+    """The messages of a stream to its end, past comments and events without data.
+
+    Comments alone time out.
+    """
     end = time.monotonic() + PATIENCE
     while line := stream.readline():
         assert time.monotonic() < end, "nothing but comments"
@@ -137,41 +149,56 @@ def event(stream: http.client.HTTPResponse) -> dict[str, Any]:
     return next(messages(stream))
 
 
-def test_one_session_is_served_by_all_workers(server: Server) -> None:
+def test_session_is_served_by_all_workers(server: Server) -> None:
     token = server.session()
     with ThreadPoolExecutor(8) as pool:
-        answers = [json.loads(a.read()) for a in pool.map(lambda i: server.post(call(i, "worker"), token), range(1, 100))]
+        answers = [
+            json.loads(a.read())
+            for a in pool.map(lambda i: server.post(call(i, "worker"), token), range(1, 100))
+        ]
     workers = {answer["result"]["structuredContent"]["result"] for answer in answers}
     assert len(workers) > 1
     assert server.stop() == 0
 
 
-def test_an_answer_reaches_the_worker_that_asked(server: Server) -> None:
+def test_answer_reaches_the_worker_that_asked(server: Server) -> None:
     token = server.session()
-    for number in range(1, 13):  # by chance alone, one in four would
+    for number in range(1, 13):  # by chance alone, one in four answers would
         stream = server.post(call(number, "ask"), token)
         question = event(stream)
         assert question["method"] == "elicitation/create"
         result = {"action": "accept", "content": {"name": f"Ann {number}"}}
-        assert server.post({"jsonrpc": "2.0", "id": question["id"], "result": result}, token).status == 202
+        assert (
+            server.post({"jsonrpc": "2.0", "id": question["id"], "result": result}, token).status
+            == 202
+        )
         assert event(stream)["result"]["content"][0]["text"] == f"hello Ann {number}"
 
 
-def test_a_cancellation_reaches_the_worker_that_runs_the_call(server: Server) -> None:
+def test_cancellation_reaches_the_worker_that_runs_the_call(server: Server) -> None:
     token = server.session()
     for number in range(1, 9):
         stream = server.post(call(number, "wait", progressToken=number), token)
         assert event(stream)["method"] == "notifications/progress"
-        cancelled = {"jsonrpc": "2.0", "method": "notifications/cancelled", "params": {"requestId": number}}
+        cancelled = {
+            "jsonrpc": "2.0",
+            "method": "notifications/cancelled",
+            "params": {"requestId": number},
+        }
         assert server.post(cancelled, token).status == 202
         assert list(messages(stream)) == []  # it ends, without an answer
 
 
-def test_a_change_reaches_streams_of_all_workers(server: Server) -> None:
+def test_change_reaches_streams_of_all_workers(server: Server) -> None:
     token = server.session()
     stream = server.stream(token)
     assert stream.readline().startswith(b":")
-    subscribe = {"jsonrpc": "2.0", "id": 1, "method": "resources/subscribe", "params": {"uri": "test://thing"}}
+    subscribe = {
+        "jsonrpc": "2.0",
+        "id": 1,
+        "method": "resources/subscribe",
+        "params": {"uri": "test://thing"},
+    }
     assert json.loads(server.post(subscribe, token).read())["result"] == {}
     for number in range(2, 12):
         server.post(call(number, "touch"), token).read()
@@ -179,19 +206,21 @@ def test_a_change_reaches_streams_of_all_workers(server: Server) -> None:
         assert event(stream)["method"] == "notifications/resources/updated"
 
 
-def test_a_session_that_has_ended_is_over_for_all_workers(server: Server) -> None:
+def test_session_that_has_ended_is_over_for_all_workers(server: Server) -> None:
     token = server.session()
     assert server.delete(token) == 204
     left = PATIENCE
     statuses = [200]
-    while 200 in statuses and left > 0:  # the others hear of it a moment later
+    while 200 in statuses and left > 0:  # the others learn it a moment later
         statuses = [server.post(call(number, "worker"), token).status for number in range(1, 20)]
         left -= 1
     assert set(statuses) == {404}
 
 
-def test_a_worker_that_is_killed_is_replaced_and_sessions_go_on(server: Server) -> None:
-    """Whatever it leaves behind in the folder of the workers: the others, and the one in its place, serve on."""
+def test_worker_that_is_killed_is_replaced_and_sessions_continue(server: Server) -> None:
+    """Whatever it leaves behind in the workers' folder, the others and its replacement continue to
+    serve.
+    """
     token = server.session()
 
     def served() -> set[int]:
@@ -205,7 +234,7 @@ def test_a_worker_that_is_killed_is_replaced_and_sessions_go_on(server: Server) 
         return found
 
     killed = set()
-    for _ in range(2):  # the second one is young: do not give up
+    for _ in range(2):  # the second one is young: the server must not give up
         victim = max(served())
         killed.add(victim)
         os.kill(victim, signal.SIGKILL)
@@ -213,17 +242,20 @@ def test_a_worker_that_is_killed_is_replaced_and_sessions_go_on(server: Server) 
         while len(alive := served()) < WORKERS or victim in alive:
             assert time.monotonic() < end, alive
     assert killed.isdisjoint(alive)
-    for number in range(1, 9):  # and they find each other
+    for number in range(1, 9):  # the workers find each other
         stream = server.post(call(number, "ask"), token)
         question = event(stream)
         result = {"action": "accept", "content": {"name": "Ann"}}
-        assert server.post({"jsonrpc": "2.0", "id": question["id"], "result": result}, token).status == 202
+        assert (
+            server.post({"jsonrpc": "2.0", "id": question["id"], "result": result}, token).status
+            == 202
+        )
         assert event(stream)["result"]["content"][0]["text"] == "hello Ann"
     assert server.stop() == 0
 
 
-def test_workers_do_not_outlive_the_one_that_started_them(server: Server) -> None:
-    """Killed, it cannot tell them to stop: they would hold the address for ever."""
+def test_workers_do_not_outlive_their_parent(server: Server) -> None:
+    """A killed parent cannot make them stop: they would hold the address indefinitely."""
     server.process.kill()
     server.process.wait(PATIENCE)
     end = time.monotonic() + PATIENCE

@@ -1,4 +1,4 @@
-// The official client for TypeScript, 1.x or 2.x, lives through the story of test_foreign_clients.py at each revision and
+// The official client for TypeScript, 1.x or 2.x, runs the story of test_foreign_clients.py at each revision and
 // prints what it saw as one line of JSON each. Its only argument:
 //
 //     {"modules": ".../node_modules", "sdk": 1, "revisions": ["2025-11-25"], "url": "http://127.0.0.1:8420/mcp"}
@@ -52,12 +52,12 @@ function transport(Http, Stdio) {
   const [command, ...args] = wanted.command ?? [];
   const made = wanted.url ? new Http(new URL(wanted.url)) : new Stdio({ command, args, stderr: "inherit" });
   const send = made.send.bind(made);
-  // The clients always offer their newest revision of the handshake; this is how they come to offer another one.
+  // The clients always offer their newest revision of the handshake; this makes them offer another one.
   made.send = (message, options) => {
     const offers = message.method === "initialize";
     return send(offers ? { ...message, params: { ...message.params, protocolVersion: offered } } : message, options);
   };
-  // Called with what the handshake came to, if there was one.
+  // Called with the result of the handshake, if there was one.
   const set = made.setProtocolVersion?.bind(made);
   made.setProtocolVersion = (revision) => {
     negotiated = revision;
@@ -100,8 +100,15 @@ async function story({ client, call }) {
     elicited: await tool("test_input_required_result_elicitation"),
     two_rounds: await tool("test_input_required_result_multi_round"),
     roots: await tool("test_input_required_result_list_roots"),
+    batch: await batch(tool, wanted.batch),
+    batch_asked: await batch(tool, wanted.batch_asked),
     unknown_resource: await client.readResource({ uri: "test://nothing" }).catch((error) => error.code),
   };
+}
+
+async function batch(tool, calls) {
+  const [failed, text] = await tool("batch", calls);
+  return [failed, JSON.parse(text).results];
 }
 
 for (offered of wanted.revisions) {

@@ -1,8 +1,10 @@
-"""What JSON is accepted and what is refused: one frozen verdict each, the same on the fast and on the slow path.
+"""What JSON is accepted and what is refused: one frozen verdict each, the same on the fast and on
+the slow path.
 
-The fast path is one typed decode of the whole message. An entry that is malformed in the same batch forces the slow path,
-which takes the message apart; the verdict on its neighbour must not change. Verdicts are `ok`, or an error code and whose
-id it is answered under: `own` for the entry's, `all` for one error that answers the whole message.
+The fast path is one typed decode of the whole message. An entry that is malformed in the same batch
+forces the slow path, which takes the message apart; the verdict on its neighbour must not change.
+Verdicts are `ok`, or an error code and whose id it is answered under: `own` for the entry's, `all`
+for one error that answers the whole message.
 """
 
 import json
@@ -89,7 +91,9 @@ TOO_DEEP = {
     "depth 65 of objects": b'{"a":' * 63 + b"1" + b"}" * 63,
     "depth 65 with brackets in strings": b'["]",' * 63 + b"1" + b"]" * 63,
     "depth 65 with quotes in strings": b'["\\"]",' * 63 + b"1" + b"]" * 63,
-    "one tower of depth 65 among others": b"[" + b",".join([b"[" * n + b"]" * n for n in (60, 61, 62, 61, 60)]) + b"]",
+    "one tower of depth 65 among others": b"["
+    + b",".join([b"[" * n + b"]" * n for n in (60, 61, 62, 61, 60)])
+    + b"]",
     "a comb of depth 65": b"[[[]]," * 61 + b"[[]]" + b"]" * 61,
     "depth 100,000": b"[" * 100_000 + b"]" * 100_000,
 }
@@ -98,10 +102,16 @@ BROKEN_NEIGHBOUR = b'{"id":8}'
 
 
 def verdicts(value: bytes, method: bytes = b"take") -> set[str]:
-    """The verdict on an entry alone, in a batch of one, in a good batch, and in one that forces the slow path."""
+    """The verdict on an entry alone, in a batch of one, in a good batch, and in one that forces the
+    slow path.
+    """
     good = entry(b"1")
     alone = verdict(json.loads(app.handle_sync(entry(value, method)) or b""))
-    batches = [[entry(value, method)], [good, entry(value, method)], [BROKEN_NEIGHBOUR, entry(value, method)]]
+    batches = [
+        [entry(value, method)],
+        [good, entry(value, method)],
+        [BROKEN_NEIGHBOUR, entry(value, method)],
+    ]
     return {alone, *(in_batch(app.handle_sync(b"[%b]" % b",".join(batch))) for batch in batches)}
 
 
@@ -117,24 +127,26 @@ def verdict(answer: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_accepted(name: str) -> None:
+def test_json_that_is_accepted(name: str) -> None:
     assert verdicts(ACCEPTED[name]) == {"ok"}
 
 
 @pytest.mark.parametrize("name", SYNTAX)
-def test_refused_as_invalid_json(name: str) -> None:
+def test_json_that_is_refused_as_invalid(name: str) -> None:
     """J8."""
     assert verdicts(SYNTAX[name]) == {"-32700 all"}
 
 
 @pytest.mark.parametrize("method", [b"take", b"number"])
 @pytest.mark.parametrize("name", OUT_OF_RANGE)
-def test_numbers_that_do_not_fit_a_float_are_refused_as_invalid_params(name: str, method: bytes) -> None:
+def test_numbers_that_do_not_fit_a_float_are_refused_as_invalid_params(
+    name: str, method: bytes
+) -> None:
     assert verdicts(OUT_OF_RANGE[name], method) == {"-32602 own"}
 
 
 @pytest.mark.parametrize("name", TOO_DEEP)
-def test_refused_as_too_deep(name: str) -> None:
+def test_json_that_is_refused_as_too_deep(name: str) -> None:
     """J11."""
     assert verdicts(TOO_DEEP[name]) == {"-32600 all"}
     error = json.loads(app.handle_sync(entry(TOO_DEEP[name])) or b"")["error"]
@@ -143,18 +155,20 @@ def test_refused_as_too_deep(name: str) -> None:
 
 
 @pytest.mark.parametrize(("depth", "expected"), [(64, "ok"), (65, "-32600 all")])
-def test_the_shortest_message_of_objects_alone_is_as_deep_as_any(depth: int, expected: str) -> None:
+def test_depth_limit_counts_objects_alone_like_arrays(depth: int, expected: str) -> None:
     """J11, without an array in it: the request and its params are two levels."""
     nested = b'{"":' * (depth - 3) + b"{}" + b"}" * (depth - 3)
     data = b'{"jsonrpc":"2.0","method":"take","params":{"value":%b},"id":1}' % nested
     assert verdict(json.loads(app.handle_sync(data) or b"")) == expected
 
 
-trees = st.recursive(st.just(1), lambda inner: st.lists(inner, min_size=1, max_size=3), max_leaves=40)
+trees = st.recursive(
+    st.just(1), lambda inner: st.lists(inner, min_size=1, max_size=3), max_leaves=40
+)
 
 
 @given(trees, st.integers(2, 12))
-def test_depth_is_that_of_the_deepest_value(tree: Any, limit: int) -> None:
+def test_depth_limit_applies_to_the_deepest_value(tree: Any, limit: int) -> None:
     """J11, whatever the shape."""
 
     def depth(value: Any) -> int:
@@ -163,11 +177,15 @@ def test_depth_is_that_of_the_deepest_value(tree: Any, limit: int) -> None:
     narrow = make_app(limits=Limits(depth=limit))
     narrow.query(name="take")(lambda *rest: None)
     data = entry(json.dumps(tree, separators=(",", ":")).encode())
-    assert verdict(json.loads(narrow.handle_sync(data) or b"")) == ("-32600 all" if depth(tree) + 2 > limit else "ok")
+    assert verdict(json.loads(narrow.handle_sync(data) or b"")) == (
+        "-32600 all" if depth(tree) + 2 > limit else "ok"
+    )
 
 
-def test_the_number_of_passes_over_a_message_does_not_grow_with_its_depth() -> None:
-    """A pass over a megabyte holds up every other call, so a megabyte of towers must not need one for each floor."""
+def test_number_of_passes_over_a_message_does_not_grow_with_its_depth() -> None:
+    """A pass over a megabyte blocks every other call, so a megabyte of nested arrays must not need
+    one per level.
+    """
     passes = 0
 
     def count(_frame: object, event: str, function: Any) -> None:
@@ -198,17 +216,30 @@ def test_the_number_of_passes_over_a_message_does_not_grow_with_its_depth() -> N
         b'{"a":' * 10_000,
         b'"' + b'\\"' * 100_000,
     ],
-    ids=["BOM", "UTF-16", "UTF-32", "trailing", "trailing NUL", "leading NUL", "only [", "only {", "endless string"],
+    ids=[
+        "BOM",
+        "UTF-16",
+        "UTF-32",
+        "trailing",
+        "trailing NUL",
+        "leading NUL",
+        "only [",
+        "only {",
+        "endless string",
+    ],
 )
 def test_frames_that_are_refused_whole(data: bytes) -> None:
     reply = json.loads(app.handle_sync(data) or b"")
     assert reply["id"] is None
     assert reply["error"]["code"] in (-32700, -32600)
-    assert json.loads(jsonrpc.dispatch_line(data, lambda *_: 1) or b"")["error"]["code"] == reply["error"]["code"]
+    assert (
+        json.loads(jsonrpc.dispatch_line(data, lambda *_: 1) or b"")["error"]["code"]
+        == reply["error"]["code"]
+    )
 
 
 def test_invalid_utf8_is_refused_even_in_unused_members() -> None:
-    """A raw slice and a member that is passed over are not checked by the decoder itself."""
+    """The decoder itself does not check a raw slice or a skipped member."""
     for data in (
         b'{"jsonrpc":"2.0","method":"nobody","params":["\xff"],"id":7}',
         b'{"jsonrpc":"2.0","method":"take","params":[1],"extra":"\xff","id":7}',
@@ -216,8 +247,11 @@ def test_invalid_utf8_is_refused_even_in_unused_members() -> None:
         assert verdict(json.loads(app.handle_sync(data) or b"")) == "-32700 all"
 
 
-def test_of_duplicate_members_the_last_counts_on_both_paths() -> None:
-    twice = b'{"jsonrpc":"2.0","method":"nobody","method":"echo","params":[1],"params":[{"a":1,"a":2}],"id":1,"id":7}'
+def test_duplicate_members_use_the_last_one_on_both_paths() -> None:
+    twice = (
+        b'{"jsonrpc":"2.0","method":"nobody","method":"echo","params":[1],"params":[{"a":1,'
+        b'"a":2}],"id":1,"id":7}'
+    )
     echo = App("echo", mode="development")
     echo.query(name="echo")(lambda value: value)
     expected = {"jsonrpc": "2.0", "result": {"a": 2}, "id": 7}
@@ -241,8 +275,10 @@ def test_of_duplicate_members_the_last_counts_on_both_paths() -> None:
         lambda n: entry(b'"' + b"x" * n + b'"'),
     ],
 )
-def test_refusing_takes_time_in_proportion(make: Any) -> None:
-    """Eight times the bytes take no more than eight times the time, with a wide margin for a shared machine."""
+def test_refusal_takes_time_in_proportion_to_the_message(make: Any) -> None:
+    """Eight times the bytes take no more than eight times the time, with a wide margin for a shared
+    machine.
+    """
 
     def seconds(n: int) -> float:
         data = make(n)
@@ -256,7 +292,7 @@ def test_refusing_takes_time_in_proportion(make: Any) -> None:
     assert seconds(800_000) <= 40 * seconds(100_000) + 0.05
 
 
-def test_a_string_of_ten_megabytes_is_refused_by_default() -> None:
+def test_string_of_ten_megabytes_is_refused_by_default() -> None:
     """J11: the default limit of a message is a megabyte."""
     small = App("small", mode="development")
     small.query(take)
@@ -267,8 +303,10 @@ def test_a_string_of_ten_megabytes_is_refused_by_default() -> None:
     assert error["data"]["count"] > 10_000_000
 
 
-@pytest.mark.parametrize("id", [b"9" * 4301, b'"' + b"x" * 4301 + b'"', b"9" * 1_000_000, b"1." + b"0" * 5000])
-def test_an_id_that_is_too_long_is_refused(id: bytes) -> None:
+@pytest.mark.parametrize(
+    "id", [b"9" * 4301, b'"' + b"x" * 4301 + b'"', b"9" * 1_000_000, b"1." + b"0" * 5000]
+)
+def test_id_that_is_too_long_is_refused(id: bytes) -> None:
     """An id is echoed and logged, so it has a length; within it, every digit comes back (J14)."""
     data = b'{"jsonrpc":"2.0","method":"take","params":[1],"id":%b}' % id
     reply = json.loads(app.handle_sync(data) or b"")

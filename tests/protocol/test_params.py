@@ -7,7 +7,19 @@ import enum
 import functools
 import json
 import uuid
-from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, NewType, NotRequired, Required, TypedDict, TypeVar
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Generic,
+    Literal,
+    NamedTuple,
+    NewType,
+    NotRequired,
+    Required,
+    TypedDict,
+    TypeVar,
+)
 
 import annotated_types
 import jsonschema
@@ -132,7 +144,11 @@ def injected_by_name(a: int, *, ctx: Context | None = None) -> Any:
         (surplus, '{"a":1,"x":2,"y":3}', (1, {"x": 2, "y": 3})),
         (surplus, "[1]", (1, {})),
         (untyped, '[{"deep":[1,null,"x",1.5,true]}]', ({"deep": [1, None, "x", 1.5, True]}, None)),
-        (untyped, '{"anything":123456789012345678901234567890}', (123456789012345678901234567890, None)),
+        (
+            untyped,
+            '{"anything":123456789012345678901234567890}',
+            (123456789012345678901234567890, None),
+        ),
         (nothing, None, "nothing"),
         (nothing, "[]", "nothing"),
         (nothing, "{}", "nothing"),
@@ -163,7 +179,8 @@ def test_params_by_name_and_by_position(function: Any, raw: str | None, expected
         (
             pay,
             '{"order":1,"cents":"x","a":1,"b":2}',
-            "params.order: expected str, got int; params.cents: expected int, got str; params.a: unknown name",
+            "params.order: expected str, got int; params.cents: expected int, got str; params.a: "
+            "unknown name",
         ),
         (defaults, "[]", "params: expected 1 to 3 arguments (a, b, c), got 0"),
         (defaults, '[1,"x",[1],2]', "params: expected 1 to 3 arguments (a, b, c), got 4"),
@@ -180,11 +197,13 @@ def test_params_by_name_and_by_position(function: Any, raw: str | None, expected
         (pay, '{"order":"x","cents":1e400}', "params.cents: number out of range"),
     ],
 )
-def test_mismatches_name_the_path_and_the_type(function: Any, raw: str | None, expected: str) -> None:
+def test_mismatches_name_the_path_and_the_type(
+    function: Any, raw: str | None, expected: str
+) -> None:
     assert reason(function, raw) == expected
 
 
-def test_a_misfit_does_not_echo_the_caller_s_megabyte() -> None:
+def test_misfit_does_not_echo_the_megabyte_of_its_caller() -> None:
     assert len(reason(pay, json.dumps({"order": "x", "cents": 1, "y" * 100_000: 1}))) < 200
 
 
@@ -218,8 +237,10 @@ RICH = {
 }
 
 
-def test_the_types_people_use() -> None:
-    point, item, line, colour, when, id, amount, either, level, age, maybe = bind(rich, json.dumps(RICH))
+def test_params_of_common_types() -> None:
+    point, item, line, colour, when, id, amount, either, level, age, maybe = bind(
+        rich, json.dumps(RICH)
+    )
     assert point == Point(1, 0)
     assert item == {"sku": "tea"}
     assert line == Line({"sku": "tea", "count": 2}, decimal.Decimal("4.50"))
@@ -279,8 +300,8 @@ class Article(pydantic.BaseModel):
         return self.cents / 100
 
 
-async def test_a_pydantic_result_has_the_names_of_its_schema() -> None:
-    """Aliases and computed fields, over JSON-RPC and MCP; what is taken has a schema of its own."""
+async def test_pydantic_result_has_the_names_of_its_schema() -> None:
+    """Aliases and computed fields, over JSON-RPC and MCP; input has a separate schema."""
     app = App("shop", mode="development", ledger="memory:")
 
     @app.query
@@ -301,7 +322,9 @@ async def test_a_pydantic_result_has_the_names_of_its_schema() -> None:
         for name in ("echo", "many"):
             answer = result(await app.handle(call(name, {"article": sent})))
             (one,) = answer if name == "many" else [answer]
-            assert one["articleNumber"] == "tea" and one["priceInCents"] == 450 and one["euros"] == 4.5
+            assert (
+                one["articleNumber"] == "tea" and one["priceInCents"] == 450 and one["euros"] == 4.5
+            )
             assert one["inner"]["priceInCents"] == 5
             assert (await client.call_tool(name, {"article": sent})).structured == answer
             output = tools[name].output_schema
@@ -310,7 +333,9 @@ async def test_a_pydantic_result_has_the_names_of_its_schema() -> None:
             for checked in (output, schema):
                 jsonschema.validate(answer, checked)
                 with pytest.raises(jsonschema.ValidationError):
-                    jsonschema.validate([{"sku": "tea"}] if name == "many" else {"sku": "tea"}, checked)
+                    jsonschema.validate(
+                        [{"sku": "tea"}] if name == "many" else {"sku": "tea"}, checked
+                    )
             taken = {**described[name]["params"][0]["schema"], "components": document["components"]}
             jsonschema.validate(sent, taken)
 
@@ -357,7 +382,7 @@ WHOLE = {"unit": "cm", "height": 5, "width": 1, "tags": []}
         (Slim, {}, {"depth": 7}),
     ],
 )
-def test_a_dataclass_is_returned_with_its_defaults(type: Any, sent: Any, returned: Any) -> None:
+def test_dataclass_is_returned_with_its_defaults(type: Any, sent: Any, returned: Any) -> None:
     app = App("test", ledger="memory:")
 
     def echo(value: Any) -> Any:
@@ -440,8 +465,10 @@ def in_new_type(n: list[CountedType]) -> Any:
 
 
 @pytest.mark.parametrize("function", [in_dict, in_generic])
-def test_a_constraint_that_would_be_ignored_is_refused(function: Any) -> None:
-    with pytest.raises(UsageError, match=r"The parameter n of [a-z_]+ has [\s\S]*fix: use msgspec.Meta"):
+def test_constraint_that_would_be_ignored_is_refused(function: Any) -> None:
+    with pytest.raises(
+        UsageError, match=r"The parameter n of [a-z_]+ has [\s\S]*fix: use msgspec.Meta"
+    ):
         App("test").query(function)
 
 
@@ -457,7 +484,7 @@ def test_a_constraint_that_would_be_ignored_is_refused(function: Any) -> None:
         (in_new_type, [1], [0]),
     ],
 )
-def test_a_constraint_of_pydantic_holds(function: Any, fits: Any, wrong: Any) -> None:
+def test_constraint_of_pydantic_holds(function: Any, fits: Any, wrong: Any) -> None:
     app = App("test")
     app.query(function)
     assert result(app.handle_sync(call(function.__name__, [fits]))) == fits
@@ -469,13 +496,20 @@ def test_schemas_describe_the_accepted_params() -> None:
     signature = Signature(rich, inject=Context)
     jsonschema.Draft202012Validator.check_schema(signature.schema)
     jsonschema.validate(RICH, signature.schema)
-    for broken in ({**RICH, "age": 151}, {**RICH, "x": 1}, {k: v for k, v in RICH.items() if k != "point"}):
+    for broken in (
+        {**RICH, "age": 151},
+        {**RICH, "x": 1},
+        {k: v for k, v in RICH.items() if k != "point"},
+    ):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(broken, signature.schema)
     assert signature.schema["properties"]["age"]["description"] == "in years"
     jsonschema.Draft202012Validator.check_schema(signature.result_schema)
     assert signature.result_schema["$ref"] == "#/$defs/Line"
-    assert Signature(defaults, inject=Context).schema["properties"]["b"] == {"type": "string", "default": "b"}
+    assert Signature(defaults, inject=Context).schema["properties"]["b"] == {
+        "type": "string",
+        "default": "b",
+    }
     assert Signature(injected, inject=Context).schema["properties"].keys() == {"a"}
     assert Signature(untyped, inject=Context).schema["properties"]["anything"] == {}
     assert Signature(untyped, inject=Context).result_schema == {}
@@ -498,7 +532,7 @@ def test_callables_of_every_kind() -> None:
     assert bind(len, '["abc"]') == 3
 
 
-def test_a_text_in_an_annotation_is_the_description() -> None:
+def test_string_in_an_annotation_is_the_description() -> None:
     def ship(
         cents: Annotated[int, "in cents"],
         person: Annotated[Person, "to whom"],
@@ -515,9 +549,10 @@ def test_a_text_in_an_annotation_is_the_description() -> None:
         "in grams",
         "of five",
     ]
-    assert reason(ship, '{"cents": "1", "person": {"name": "a", "address": {"street": "x", "number": 1}}, "stars": 0}') == (
-        "params.cents: expected int, got str; params.stars: expected a value greater than 0"
-    )
+    assert reason(
+        ship,
+        '{"cents": "1", "person": {"name": "a", "address": {"street": "x", "number": 1}}, "stars": 0}',
+    ) == ("params.cents: expected int, got str; params.stars: expected a value greater than 0")
 
 
 class Parcel(TypedDict):
@@ -542,16 +577,22 @@ def test_members_that_are_not_fields_of_the_type_are_not_decoded_to_explain_an_e
         "params.parcel.stamps: expected array, got int"
     )
     assert reason(send, '{"parcel": {"grams": 1, "to": "x"}}') == "params.parcel.stamps: missing"
-    assert reason(load, '{"crate": {"grams": "x", "count": "y"}}') == "params.crate.grams: expected int, got str"
+    assert (
+        reason(load, '{"crate": {"grams": "x", "count": "y"}}')
+        == "params.crate.grams: expected int, got str"
+    )
 
 
-def test_a_type_that_cannot_be_decoded_is_an_error_at_registration() -> None:
+def test_type_that_cannot_be_decoded_is_an_error_at_registration() -> None:
     class Socket:
         pass
 
     def opaque(host: str, socket: Socket, port: int = 80) -> None: ...
 
-    with pytest.raises(UsageError, match=r"The parameter socket of .*opaque cannot be decoded[\s\S]*Socket[\s\S]*fix:"):
+    with pytest.raises(
+        UsageError,
+        match=r"The parameter socket of .*opaque cannot be decoded[\s\S]*Socket[\s\S]*fix:",
+    ):
         Signature(opaque, inject=Context)
 
     def unresolved(x: "Nowhere") -> None: ...  # type: ignore[name-defined]  # noqa: F821
@@ -562,7 +603,7 @@ def test_a_type_that_cannot_be_decoded_is_an_error_at_registration() -> None:
         Signature(type, inject=Context)
 
 
-def test_a_callable_object_keeps_its_types_and_its_context() -> None:
+def test_callable_object_keeps_its_types_and_its_context() -> None:
     @dataclasses.dataclass
     class Handler:
         tag: str
@@ -574,7 +615,7 @@ def test_a_callable_object_keeps_its_types_and_its_context() -> None:
     assert reason(Handler("t"), '["x"]') == "params.order: expected int, got str"
 
 
-def test_only_a_union_with_the_context_is_the_context() -> None:
+def test_union_with_the_context_is_the_context() -> None:
     def annotated(ctx: Annotated[Context | None, "x"], a: int) -> Any:
         return (ctx, a)
 
@@ -585,7 +626,7 @@ def test_only_a_union_with_the_context_is_the_context() -> None:
         Signature(nested, inject=Context)
 
 
-def test_surplus_names_never_meet_the_function_s_own() -> None:
+def test_surplus_names_never_collide_with_those_of_the_function() -> None:
     class Shop:
         def put(self, **others: int) -> Any:
             return others
@@ -599,18 +640,22 @@ def test_surplus_names_never_meet_the_function_s_own() -> None:
     assert reason(functools.partial(surplus, 1), '{"a":1}') == "params.a: unknown name"
 
 
-def test_a_default_that_is_not_json_is_left_out_of_the_schema() -> None:
+def test_default_that_is_not_json_is_omitted_from_the_schema() -> None:
     def limited(most: float = float("inf")) -> None: ...
 
     assert Signature(limited, inject=Context).schema["properties"]["most"] == {"type": "number"}
 
 
-def test_an_error_survives_pickling_and_must_be_a_number_and_a_text() -> None:
+def test_error_survives_pickling_and_needs_a_number_and_a_string() -> None:
     import pickle
 
     from wirecall import DomainError
 
     copied = pickle.loads(pickle.dumps(InvalidParams("x", extra=1)))
-    assert (type(copied), copied.code, copied.data) == (InvalidParams, -32602, {"reason": "x", "extra": 1})
+    assert (type(copied), copied.code, copied.data) == (
+        InvalidParams,
+        -32602,
+        {"reason": "x", "extra": 1},
+    )
     with pytest.raises(TypeError):
         DomainError("code", 5)  # type: ignore[arg-type]

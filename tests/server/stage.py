@@ -1,4 +1,4 @@
-"""Handlers that a test holds and lets go, one by one."""
+"""Handlers that a test holds and releases, one by one."""
 
 import asyncio
 from typing import Any, Literal
@@ -30,7 +30,8 @@ class Stage:
 
 
 def staged(key: Literal["auto", "off"] = "auto", **options: Any) -> tuple[App, Stage]:
-    app, stage = make_app(**options), Stage()
+    app = make_app(**options)
+    stage = Stage()
     app.query(name="query")(stage.act)
     app.command(name="command", key=key)(stage.act)
     app.query(name="held", execution="sequential")(stage.act)
@@ -46,10 +47,12 @@ def staged(key: Literal["auto", "off"] = "auto", **options: Any) -> tuple[App, S
 
 def entries(*calls: str) -> bytes:
     """ "query:a" is a call of `query` with "a", under the id "a"."""
-    return batch(*(call(one.split(":")[0], [one.split(":")[1]], id=one.split(":")[1]) for one in calls))
+    return batch(
+        *(call(one.split(":")[0], [one.split(":")[1]], id=one.split(":")[1]) for one in calls)
+    )
 
 
 async def settle() -> None:
-    """Let everything that can go on go on."""
+    """Let every task run until it waits."""
     for _ in range(20):
         await asyncio.sleep(0)

@@ -70,25 +70,38 @@ def kept(trail: Path, portable: bool) -> Iterator[None]:
     """Another program has the lock on the trail."""
     lock: Lock = TransactionLock(trail) if portable else DescriptorLock()
     with trail.open() as other:
-        assert any(lock.take(other.fileno()) for _ in range(1_000_000))  # a line may be written at this moment
+        # A line may be written at this moment.
+        assert any(lock.take(other.fileno()) for _ in range(1_000_000))
         yield
         lock.give_back(other.fileno())
         lock.close()
 
 
-async def test_one_line_per_command_and_none_for_queries(trail: Path) -> None:
+async def test_trail_has_one_line_per_command_and_none_for_queries(trail: Path) -> None:
     async with audited(trail) as app:
         await app.handle(call("look"))
         await app.handle(jsonrpc.make_notification("look"))
         await app.handle(call("put", {"value": "secret"}, id=1, key="a"), caller="ada")
         await app.handle(call("put", {"value": "secret"}, id=2, key="a"), caller="ada")
         await app.handle(call("put", {"value": "other"}, id=3, key="a"), caller="ada")
-        await app.handle(batch(call("refuse", key="b", id=4), call("crash", key="c", id=5), call("put", [7], id=6)))
+        await app.handle(
+            batch(
+                call("refuse", key="b", id=4), call("crash", key="c", id=5), call("put", [7], id=6)
+            )
+        )
         await app.handle(call("refuse", key="b", id=7))
         await app.handle(jsonrpc.make_notification("put", [1]))
     found = lines(trail)
     assert [
-        (line["id"], line["method"], line["key"][:5], line["outcome"], line["code"], line["replayed"]) for line in found
+        (
+            line["id"],
+            line["method"],
+            line["key"][:5],
+            line["outcome"],
+            line["code"],
+            line["replayed"],
+        )
+        for line in found
     ] == [
         (1, "put", "a", "ok", None, False),
         (2, "put", "a", "ok", None, True),
@@ -109,7 +122,8 @@ async def test_one_line_per_command_and_none_for_queries(trail: Path) -> None:
 
 async def test_duplicates_that_wait_for_the_first_have_their_own_lines(trail: Path) -> None:
     app = make_app(audit=f"file:{trail}")
-    begun, go = asyncio.Event(), asyncio.Event()
+    begun = asyncio.Event()
+    go = asyncio.Event()
 
     @app.command
     async def put() -> int:
@@ -124,12 +138,16 @@ async def test_duplicates_that_wait_for_the_first_have_their_own_lines(trail: Pa
         await asyncio.sleep(0)
         go.set()
     assert result(first.result()) == result(second.result()) == 1
-    assert sorted((line["id"], line["replayed"]) for line in lines(trail)) == [(1, False), (2, True)]
+    assert sorted((line["id"], line["replayed"]) for line in lines(trail)) == [
+        (1, False),
+        (2, True),
+    ]
 
 
-async def test_a_command_whose_caller_left_is_noted_when_it_ends(trail: Path) -> None:
+async def test_command_whose_caller_left_is_noted_when_it_ends(trail: Path) -> None:
     app = make_app(audit=f"file:{trail}")
-    begun, go = asyncio.Event(), asyncio.Event()
+    begun = asyncio.Event()
+    go = asyncio.Event()
 
     @app.command
     async def put() -> int:
@@ -147,8 +165,9 @@ async def test_a_command_whose_caller_left_is_noted_when_it_ends(trail: Path) ->
     assert [(line["outcome"], line["replayed"]) for line in lines(trail)] == [("ok", False)]
 
 
-async def test_a_command_stopped_before_its_commit_point_is_not_an_error(trail: Path) -> None:
-    app, begun = make_app(audit=f"file:{trail}"), asyncio.Event()
+async def test_command_stopped_before_its_commit_point_is_not_an_error(trail: Path) -> None:
+    app = make_app(audit=f"file:{trail}")
+    begun = asyncio.Event()
 
     async def wait(ctx: Context) -> None:
         begun.set()
@@ -168,7 +187,7 @@ async def test_a_command_stopped_before_its_commit_point_is_not_an_error(trail: 
     assert [(line["outcome"], line["code"]) for line in lines(trail)] == [("cancelled", None)] * 2
 
 
-async def test_a_command_that_asks_its_caller_is_not_an_error(trail: Path) -> None:
+async def test_command_that_asks_its_caller_is_not_an_error(trail: Path) -> None:
     app = make_app(audit=f"file:{trail}")
 
     @app.command
@@ -182,7 +201,7 @@ async def test_a_command_that_asks_its_caller_is_not_an_error(trail: Path) -> No
     assert [(line["outcome"], line["code"]) for line in lines(trail)] == [("input required", None)]
 
 
-async def test_the_chain_goes_on_after_a_restart(trail: Path) -> None:
+async def test_chain_continues_after_a_restart(trail: Path) -> None:
     for n in range(3):
         async with audited(trail) as app:
             await app.handle(call("put", [n], id=n))
@@ -195,18 +214,29 @@ async def test_the_chain_goes_on_after_a_restart(trail: Path) -> None:
     ("damage", "problem"),
     [
         (lambda found: [found[0], found[2]], [(2, "removed")]),
-        (lambda found: [found[1], found[0], found[2]], [(1, "removed"), (2, "removed"), (3, "removed")]),
+        (
+            lambda found: [found[1], found[0], found[2]],
+            [(1, "removed"), (2, "removed"), (3, "removed")],
+        ),
         (lambda found: [found[0], found[1].replace(b'"k1"', b'"k9"'), found[2]], [(2, "edited")]),
         # Behind the hash, where it is not hashed: readers of JSON take the last of two members.
-        (lambda found: [found[0], found[1][:-2] + b',"outcome":"error"}\n', found[2]], [(2, "edited")]),
+        (
+            lambda found: [found[0], found[1][:-2] + b',"outcome":"error"}\n', found[2]],
+            [(2, "edited")],
+        ),
         (lambda found: [found[0], found[1][:-1] + b" \n", found[2]], [(2, "edited")]),
         (lambda found: [found[0], b"garbage\n", found[1], found[2]], [(2, "not a line")]),
         (lambda found: [found[0], found[1][:40]], [(2, "torn")]),
         (lambda found: found[1:], [(1, "removed")]),
-        (lambda found: [found[0], found[1], found[1], found[2]], [(3, "removed"), (4, "does not follow")]),
+        (
+            lambda found: [found[0], found[1], found[1], found[2]],
+            [(3, "removed"), (4, "does not follow")],
+        ),
     ],
 )
-def test_damage_is_found_at_its_line(trail: Path, damage: Any, problem: list[tuple[int, str]]) -> None:
+def test_damage_is_found_at_its_line(
+    trail: Path, damage: Any, problem: list[tuple[int, str]]
+) -> None:
     audit = Audit(str(trail))
     for n in range(3):
         audit.append(entry(n))
@@ -214,12 +244,14 @@ def test_damage_is_found_at_its_line(trail: Path, damage: Any, problem: list[tup
     assert verify(trail).ok
     trail.write_bytes(b"".join(damage(trail.read_bytes().splitlines(keepends=True))))
     found = verify(trail).problems
-    assert [number for number, _ in found][: len(problem)] == [number for number, _ in problem][: len(found)]
+    assert [number for number, _ in found][: len(problem)] == [number for number, _ in problem][
+        : len(found)
+    ]
     assert all(word in text for (_, word), (_, text) in zip(problem, found, strict=False))
     assert found
 
 
-def test_after_a_torn_line_the_trail_goes_on_and_the_tear_is_reported(trail: Path) -> None:
+def test_trail_continues_after_a_torn_line_and_reports_it(trail: Path) -> None:
     audit = Audit(str(trail))
     audit.append(entry(0))
     whole = trail.read_bytes()
@@ -228,14 +260,18 @@ def test_after_a_torn_line_the_trail_goes_on_and_the_tear_is_reported(trail: Pat
     audit.close()
     report = verify(trail)
     assert [number for number, _ in report.problems] == [2]
-    assert [json.loads(line)["id"] for line in trail.read_bytes().splitlines() if line.endswith(b"}")] == [0, 1]
+    assert [
+        json.loads(line)["id"] for line in trail.read_bytes().splitlines() if line.endswith(b"}")
+    ] == [0, 1]
 
 
 @pytest.mark.parametrize("written", [0, 20])
-def test_after_a_disk_that_was_full_the_chain_goes_on(
+def test_chain_continues_after_a_full_disk(
     trail: Path, written: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What could not be written is missing, and the log says so; the lines that were written follow each other."""
+    """The lines that could not be written are missing, and the log says so; the other lines form a
+    chain.
+    """
     write = os.write
 
     def full(file: int, data: bytes) -> int:
@@ -252,16 +288,21 @@ def test_after_a_disk_that_was_full_the_chain_goes_on(
     audit.append(entry(3))
     audit.close()
     assert "has no line for put k1" in caplog.text
-    assert [text for _, text in verify(trail).problems] == ["not a line of an audit trail, or torn"] * bool(written)
-    assert [json.loads(line)["id"] for line in trail.read_bytes().splitlines() if line.endswith(b"}")] == [0, 2, 3]
+    assert [text for _, text in verify(trail).problems] == [
+        "not a line of an audit trail, or torn"
+    ] * bool(written)
+    assert [
+        json.loads(line)["id"] for line in trail.read_bytes().splitlines() if line.endswith(b"}")
+    ] == [0, 2, 3]
 
 
 @pytest.mark.parametrize("is_moved", [True, False])
-def test_a_trail_that_is_moved_away_is_followed_by_a_new_one(
+def test_trail_that_is_moved_away_is_followed_by_a_new_one(
     trail: Path, is_moved: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Else the lines would go to a deleted file."""
-    audit, old = Audit(str(trail)), trail.with_suffix(".1")
+    """Otherwise the lines would go to a deleted file."""
+    audit = Audit(str(trail))
+    old = trail.with_suffix(".1")
     audit.append(entry(0))
     trail.rename(old) if is_moved else trail.unlink()
     audit.append(entry(1))
@@ -274,7 +315,9 @@ def test_a_trail_that_is_moved_away_is_followed_by_a_new_one(
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2])
-def test_a_trail_that_was_cut_shows_the_gap(trail: Path, kept: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_trail_that_was_cut_shows_the_gap(
+    trail: Path, kept: int, caplog: pytest.LogCaptureFixture
+) -> None:
     audit = Audit(str(trail))
     for n in range(3):
         audit.append(entry(n))
@@ -288,7 +331,7 @@ def test_a_trail_that_was_cut_shows_the_gap(trail: Path, kept: int, caplog: pyte
     assert "was cut" in caplog.text
 
 
-def test_the_end_of_a_trail_is_found_behind_a_line_of_any_length(trail: Path) -> None:
+def test_end_of_a_trail_is_found_behind_a_line_of_any_length(trail: Path) -> None:
     for n in range(3):
         audit = Audit(str(trail))
         audit.append(structs.replace(entry(n), caller="x" * 1_000_000 * n))
@@ -297,7 +340,7 @@ def test_the_end_of_a_trail_is_found_behind_a_line_of_any_length(trail: Path) ->
 
 
 @both_locks
-def test_a_lock_that_another_program_keeps_costs_a_line_and_not_the_server(
+def test_lock_that_another_program_keeps_costs_a_line_and_not_the_server(
     trail: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, portable: bool
 ) -> None:
     monkeypatch.setattr("wirecall.audit.PATIENCE", 0.05)
@@ -312,10 +355,12 @@ def test_a_lock_that_another_program_keeps_costs_a_line_and_not_the_server(
     assert verify(trail).ok
 
 
-async def test_an_event_loop_does_not_wait_for_a_lock_that_another_program_keeps(
+async def test_event_loop_does_not_wait_for_a_lock_that_another_program_keeps(
     trail: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The commands are answered while the lock is held, and their lines follow in order when it is free."""
+    """The commands are answered while the lock is held, and their lines follow in order when it is
+    free.
+    """
     monkeypatch.setattr("wirecall.audit.PATIENCE", 30.0)
     async with audited(trail) as app:
         await app.handle(call("put", [0], id=0))
@@ -353,7 +398,9 @@ async def test_lines_still_waiting_for_a_lock_after_the_grace_are_lost_and_logge
 
 
 @both_locks
-async def test_lines_that_wait_are_not_overtaken(trail: Path, monkeypatch: pytest.MonkeyPatch, portable: bool) -> None:
+async def test_lines_that_wait_are_not_overtaken(
+    trail: Path, monkeypatch: pytest.MonkeyPatch, portable: bool
+) -> None:
     """The lock comes and goes while lines are added, with a loop and without."""
     monkeypatch.setattr("wirecall.audit.PATIENCE", 30.0)
     audit = Audit(str(trail), portable=portable)
@@ -361,7 +408,8 @@ async def test_lines_that_wait_are_not_overtaken(trail: Path, monkeypatch: pytes
     for n in range(1, 200, 4):
         with kept(trail, portable):
             audit.append(entry(n))
-            await asyncio.to_thread(audit.append, entry(n + 1))  # there are lines before it: it does not wait in place
+            # Earlier lines wait: it does not wait itself.
+            await asyncio.to_thread(audit.append, entry(n + 1))
         audit.append(entry(n + 2))
         await asyncio.to_thread(audit.append, entry(n + 3))
     await audit.aclose(30)
@@ -395,7 +443,9 @@ def append_many(path: str, first: int, portable: bool) -> None:
 @both_locks
 def test_many_processes_write_one_chain(trail: Path, portable: bool) -> None:
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=append_many, args=(str(trail), n * 50, portable)) for n in range(4)]
+    processes = [
+        context.Process(target=append_many, args=(str(trail), n * 50, portable)) for n in range(4)
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -405,7 +455,7 @@ def test_many_processes_write_one_chain(trail: Path, portable: bool) -> None:
     assert sorted(line["id"] for line in lines(trail)) == list(range(200))
 
 
-def test_a_process_and_its_copy_write_one_chain(trail: Path) -> None:
+def test_forked_process_writes_to_the_same_chain(trail: Path) -> None:
     """After a fork both have the same open file, and with it the same lock."""
     audit = Audit(str(trail))
     audit.append(entry(0))
@@ -426,7 +476,7 @@ def test_a_process_and_its_copy_write_one_chain(trail: Path) -> None:
     assert (report.problems, report.lines) == ([], 401)
 
 
-async def test_a_trail_that_cannot_be_written_costs_a_log_line_not_the_command(
+async def test_trail_that_cannot_be_written_costs_a_log_line_not_the_command(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -436,8 +486,8 @@ async def test_a_trail_that_cannot_be_written_costs_a_log_line_not_the_command(
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770])
-def test_a_link_in_a_folder_that_others_can_write_is_not_followed(tmp_path: Path, mode: int) -> None:
-    """Neither when the app starts, nor when a link takes the place of the trail while it runs."""
+def test_link_in_a_folder_that_others_can_write_is_not_followed(tmp_path: Path, mode: int) -> None:
+    """Applies when the app starts, and when a link replaces the trail while it runs."""
     theirs = tmp_path / "theirs"
     theirs.touch()
     (tmp_path / "open").mkdir()
@@ -455,6 +505,6 @@ def test_a_link_in_a_folder_that_others_can_write_is_not_followed(tmp_path: Path
 
 
 @pytest.mark.parametrize("url", ["audit.jsonl", "file:", "syslog:x"])
-def test_an_invalid_audit_url_is_reported_at_once(url: str) -> None:
+def test_invalid_audit_url_is_reported_at_once(url: str) -> None:
     with pytest.raises(UsageError, match="is not an audit trail"):
         make_app(audit=url)

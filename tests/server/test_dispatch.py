@@ -14,7 +14,7 @@ from tests.server.stage import entries, settle, staged
 from wirecall import App, Context, DomainError, Limits, RpcError, jsonrpc
 from wirecall.errors import InvalidParams
 
-# --- failures (J15) ----------------------------------------------------------------------------------------------------
+# --- failures (J15) -------------------------------------------------------------------------------
 
 
 class Hostile:
@@ -31,7 +31,7 @@ endless.append(endless)
 FAILURES: dict[str, Callable[[], Any]] = {
     "nan": lambda: float("nan"),
     "nested infinity": lambda: {"a": [1, {"b": -float("inf")}], "c": None},
-    "object": object,
+    "object": lambda: object(),
     "lone surrogate": lambda: "\ud800",
     "recursive": lambda: endless,
     "hostile": lambda: Hostile(ZeroDivisionError()),
@@ -42,7 +42,7 @@ FAILURES: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", FAILURES)
 @pytest.mark.parametrize("guarded", [False, True])
-def test_a_result_that_cannot_be_sent_does_not_affect_its_neighbours(
+def test_result_that_cannot_be_sent_does_not_affect_its_neighbours(
     name: str, guarded: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     app = make_app()
@@ -55,15 +55,21 @@ def test_a_result_that_cannot_be_sent_does_not_affect_its_neighbours(
     app.query(name="fail")(FAILURES[name])
     app.query(name="fine")(lambda: [None, 1.5])
     assert error(app.handle_sync(call("fail"))) == {"code": -32603, "message": "Internal error"}
-    answers = read(app.handle_sync(batch(call("fine", id="a"), call("fail", id="b"), call("fine", id="c"))))
+    answers = read(
+        app.handle_sync(batch(call("fine", id="a"), call("fail", id="b"), call("fine", id="c")))
+    )
     assert [answer.get("result") for answer in answers] == [[None, 1.5], None, [None, 1.5]]
-    assert answers[1] == {"jsonrpc": "2.0", "error": {"code": -32603, "message": "Internal error"}, "id": "b"}
+    assert answers[1] == {
+        "jsonrpc": "2.0",
+        "error": {"code": -32603, "message": "Internal error"},
+        "id": "b",
+    }
     assert any(getattr(record, "correlation_id", None) == "b" for record in caplog.records)
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_number_that_json_does_not_have_is_logged_under_its_method(
+def test_number_that_json_does_not_have_is_logged_under_its_method(
     number: float, count: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     app = make_app()
@@ -88,7 +94,7 @@ RAISED: list[BaseException] = [
 @pytest.mark.parametrize("raised", RAISED, ids=lambda raised: type(raised).__name__)
 @pytest.mark.parametrize("kind", ["query", "command", "unrecorded"])
 @pytest.mark.parametrize("form", ["plain", "async", "waiting", "context"])
-async def test_whatever_a_handler_raises_is_32603_with_no_detail(
+async def test_exception_of_a_handler_is_32603_without_detail(
     raised: BaseException, kind: str, form: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     app = make_app()
@@ -106,7 +112,9 @@ async def test_whatever_a_handler_raises_is_32603_with_no_detail(
     def context(ctx: Context) -> None:
         raise raised
 
-    function: Any = {"plain": plain, "async": coroutine, "waiting": waiting, "context": context}[form]
+    function: Any = {"plain": plain, "async": coroutine, "waiting": waiting, "context": context}[
+        form
+    ]
     if kind == "query":
         app.query(name="fail")(function)
     else:
@@ -116,7 +124,7 @@ async def test_whatever_a_handler_raises_is_32603_with_no_detail(
     answers = read(reply)
     assert b"secret" not in (reply or b"")
     failed: dict[str, Any] = {"code": -32603, "message": "Internal error"}
-    if kind == "command":  # its record says that it may have had its effect
+    if kind == "command":  # its record says that it may have taken effect
         failed["data"] = {"ran": "unknown"}
     assert answers[1] == {"jsonrpc": "2.0", "error": failed, "id": "bad"}
     assert [answers[0].get("result"), answers[2].get("result")] == [1, 1]
@@ -125,8 +133,10 @@ async def test_whatever_a_handler_raises_is_32603_with_no_detail(
     assert "secret" in caplog.text or type(raised) in (StopIteration, StopAsyncIteration)
 
 
-@pytest.mark.parametrize("raised", [DomainError(7, "no"), RpcError(8, "nope", {"x": 1}), InvalidParams("too much")])
-def test_an_error_a_handler_raises_on_purpose_reaches_the_caller(raised: RpcError) -> None:
+@pytest.mark.parametrize(
+    "raised", [DomainError(7, "no"), RpcError(8, "nope", {"x": 1}), InvalidParams("too much")]
+)
+def test_error_that_a_handler_raises_on_purpose_reaches_the_caller(raised: RpcError) -> None:
     app = make_app()
 
     @app.query
@@ -134,10 +144,14 @@ def test_an_error_a_handler_raises_on_purpose_reaches_the_caller(raised: RpcErro
         raise raised
 
     answer = error(app.handle_sync(call("fail")))
-    assert (answer["code"], answer["message"], answer.get("data")) == (raised.code, raised.message, raised.data)
+    assert (answer["code"], answer["message"], answer.get("data")) == (
+        raised.code,
+        raised.message,
+        raised.data,
+    )
 
 
-def test_an_error_whose_data_cannot_be_sent_is_an_internal_error() -> None:
+def test_error_whose_data_cannot_be_sent_is_an_internal_error() -> None:
     app = make_app()
 
     @app.query
@@ -147,7 +161,7 @@ def test_an_error_whose_data_cannot_be_sent_is_an_internal_error() -> None:
     assert error(app.handle_sync(call("fail"))) == {"code": -32603, "message": "Internal error"}
 
 
-def test_a_keyboard_interrupt_is_not_answered() -> None:
+def test_keyboard_interrupt_is_not_answered() -> None:
     app = make_app()
 
     @app.query
@@ -158,7 +172,7 @@ def test_a_keyboard_interrupt_is_not_answered() -> None:
         app.handle_sync(call("stop"))
 
 
-def test_a_notification_that_fails_is_silent_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_notification_that_fails_is_silent_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     app = make_app()
 
     @app.query(notification_allowed=True)
@@ -169,10 +183,10 @@ def test_a_notification_that_fails_is_silent_and_logged(caplog: pytest.LogCaptur
     assert "noticed" in caplog.text
 
 
-# --- threads, time, cancellation ---------------------------------------------------------------------------------------
+# --- threads, time, cancellation ------------------------------------------------------------------
 
 
-async def test_a_blocking_handler_runs_in_a_thread_beside_the_loop() -> None:
+async def test_blocking_handler_runs_in_a_thread_beside_the_loop() -> None:
     app = make_app()
     go = threading.Event()
 
@@ -190,7 +204,7 @@ async def test_a_blocking_handler_runs_in_a_thread_beside_the_loop() -> None:
     assert app.handle_sync(call("wait")) is not None  # without a loop there is nothing to keep free
 
 
-async def test_a_timeout_per_method() -> None:
+async def test_timeout_per_method() -> None:
     app = make_app()
 
     @app.query(timeout=0.01)
@@ -207,7 +221,10 @@ async def test_a_timeout_per_method() -> None:
 
     refused = error(await app.handle(call("slow")))
     reason = "slow took longer than its timeout of 0.01 s"
-    assert (refused["code"], refused["data"]) == (50410, {"type": "deadline_exceeded", "reason": reason, "ran": "no"})
+    assert (refused["code"], refused["data"]) == (
+        50410,
+        {"type": "deadline_exceeded", "reason": reason, "ran": "no"},
+    )
     refused = error(await app.handle(call("slow_command")))
     assert (refused["code"], refused["data"]["ran"]) == (50410, "unknown")
     assert error(await app.handle(call("own_timeout")))["code"] == -32603
@@ -215,7 +232,8 @@ async def test_a_timeout_per_method() -> None:
 
 async def test_cancellation_reaches_every_handler_and_leaves_no_task_behind() -> None:
     app = make_app()
-    begun, ended = asyncio.Semaphore(0), []
+    begun = asyncio.Semaphore(0)
+    ended = []
 
     @app.query
     async def hold(n: int) -> None:
@@ -244,7 +262,7 @@ async def test_cancellation_reaches_every_handler_and_leaves_no_task_behind() ->
     assert app._dispatcher._in_flight == 0
 
 
-async def test_a_single_call_is_cancelled_with_its_caller() -> None:
+async def test_single_call_is_cancelled_with_its_caller() -> None:
     app, stage = staged()
     task = asyncio.create_task(app.handle(call("query", ["a"])))
     await stage.has_begun("a").wait()
@@ -255,7 +273,7 @@ async def test_a_single_call_is_cancelled_with_its_caller() -> None:
 
 
 def leaving(app: App) -> list[str]:
-    """Methods that raise GeneratorExit by themselves, in every form; their names."""
+    """Add methods of every form that raise GeneratorExit; return their names."""
 
     def at_once() -> None:
         raise GeneratorExit
@@ -267,7 +285,12 @@ def leaving(app: App) -> list[str]:
         await asyncio.sleep(0)
         raise GeneratorExit
 
-    forms: dict[str, Any] = {"at_once": at_once, "begun": begun, "later": later, "returned": lambda: later()}
+    forms: dict[str, Any] = {
+        "at_once": at_once,
+        "begun": begun,
+        "later": later,
+        "returned": lambda: later(),
+    }
     for name, form in forms.items():
         app.query(name=f"query_{name}")(form)
         app.command(name=f"command_{name}")(form)
@@ -277,7 +300,7 @@ def leaving(app: App) -> list[str]:
 
 
 @pytest.mark.parametrize("logged", [False, True])
-async def test_a_handler_that_raises_generator_exit_has_failed_like_any_other(
+async def test_handler_that_raises_generator_exit_has_failed_like_any_other(
     logged: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It used to escape from `handle`, as if the coroutine were being closed."""
@@ -291,17 +314,26 @@ async def test_a_handler_that_raises_generator_exit_has_failed_like_any_other(
             keys = [None, "k"] if name.startswith("command") else [None]
             for message in [call(name, key=key) for key in keys]:
                 assert error(await app.handle(message))["code"] == -32603, name
-            answers = read(await app.handle(batch(call("fine"), call(name, id=2), call("fine", id=3))))
+            answers = read(
+                await app.handle(batch(call("fine"), call(name, id=2), call("fine", id=3)))
+            )
             assert [answer.get("result") for answer in answers] == [1, None, 1]
         for name in ("query_at_once", "query_begun", "command_at_once", "command_begun"):
             assert error(app.handle_sync(call(name)))["code"] == -32603
-        assert error(await app.handle(call("command_later", key="k")))["data"]["type"] == "outcome_unknown"
+        assert (
+            error(await app.handle(call("command_later", key="k")))["data"]["type"]
+            == "outcome_unknown"
+        )
         await app.aclose()
 
 
-@pytest.mark.parametrize(("name", "key"), [("query", None), ("unrecorded", None), ("command", None), ("command", "k")])
-async def test_a_call_can_be_closed_from_outside(name: str, key: str | None) -> None:
-    app, go, closed = make_app(), asyncio.Event(), list[str]()
+@pytest.mark.parametrize(
+    ("name", "key"), [("query", None), ("unrecorded", None), ("command", None), ("command", "k")]
+)
+async def test_call_can_be_closed_from_outside(name: str, key: str | None) -> None:
+    app = make_app()
+    go = asyncio.Event()
+    closed = list[str]()
 
     async def wait() -> int:
         try:
@@ -318,17 +350,19 @@ async def test_a_call_can_be_closed_from_outside(name: str, key: str | None) -> 
     pending: Any = app.handle(call(name, key=key))
     pending.send(None)
     pending.close()
-    assert closed == ([] if name == "command" else ["closed"])  # an effect does not depend on its caller's patience
+    # An effect does not depend on its caller's patience.
+    assert closed == ([] if name == "command" else ["closed"])
     go.set()
     async with asyncio.timeout(10):
         assert result(await app.handle(call(name, key=key))) == 1
         await app.aclose()
 
 
-async def test_a_batch_can_be_closed_from_outside() -> None:
+async def test_batch_can_be_closed_from_outside() -> None:
     """It used to wait for its workers, which a coroutine that is being closed may not."""
     app, stage = staged(key="off")
-    pending: Any = app.handle(entries("query:a", "command:b", "query:c", "command:d"))  # d waits for b
+    # D waits for b.
+    pending: Any = app.handle(entries("query:a", "command:b", "query:c", "command:d"))
     pending.send(None)
     await stage.has_begun("c").wait()
     pending.close()
@@ -337,11 +371,13 @@ async def test_a_batch_can_be_closed_from_outside() -> None:
             await asyncio.wait(others)
 
 
-# --- what reviewers found ----------------------------------------------------------------------------------------------
+# --- what reviewers found -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("logged", [False, True])
-async def test_anything_that_can_be_awaited_is(logged: bool, caplog: pytest.LogCaptureFixture) -> None:
+async def test_awaitable_of_any_kind_is_awaited(
+    logged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     if logged:
         caplog.set_level("INFO", "wirecall")
     app = make_app()
@@ -359,16 +395,18 @@ async def test_anything_that_can_be_awaited_is(logged: bool, caplog: pytest.LogC
 
 @pytest.mark.parametrize("key", [None, "k"])
 @pytest.mark.parametrize("raw", [b"", b"{oops", b"NaN", b"1 2"])
-def test_a_raw_result_that_is_not_json_fails_only_its_own_entry(raw: bytes, key: str | None) -> None:
+def test_raw_result_that_is_not_json_fails_only_its_own_entry(raw: bytes, key: str | None) -> None:
     app = make_app()
     app.query(name="fine")(lambda: 1)
     app.command(name="raw")(lambda: Raw(raw))
-    answers = read(app.handle_sync(batch(call("fine", id=1), call("raw", id=2, key=key), call("fine", id=3))))
+    answers = read(
+        app.handle_sync(batch(call("fine", id=1), call("raw", id=2, key=key), call("fine", id=3)))
+    )
     assert [answer.get("result") for answer in answers] == [1, None, 1]
     assert answers[1]["error"]["code"] == -32603
 
 
-def test_a_raw_result_is_written_on_one_line() -> None:
+def test_raw_result_is_written_on_one_line() -> None:
     app = make_app()
     app.query(name="raw")(lambda: Raw(b'{\n"a":\t1}'))
     app.query(name="unset")(lambda: UNSET)
@@ -389,13 +427,17 @@ def test_deep_results_with_null_are_sent_or_refused_and_nothing_is_raised(levels
 
     answer = read(app.handle_sync(call("deep")))
     if "result" in answer:
-        assert levels <= 5000  # Python 3.13 has a stack for C of its own, and 10,000 levels in it
+        assert levels <= 5000  # Python 3.13 has a separate stack for C, with 10,000 levels
     else:
         assert levels > 700 and answer["error"]["code"] == -32603
 
 
-async def test_a_cancelled_batch_starts_no_further_entry_even_if_a_handler_swallows_the_cancel() -> None:
-    app, begun, effects = make_app(limits=Limits(concurrency=2)), asyncio.Semaphore(0), list[int]()
+async def test_cancelled_batch_starts_no_more_entries_even_if_a_handler_swallows_the_cancel() -> (
+    None
+):
+    app = make_app(limits=Limits(concurrency=2))
+    begun = asyncio.Semaphore(0)
+    effects = list[int]()
 
     @app.query
     async def stubborn() -> None:
@@ -406,7 +448,9 @@ async def test_a_cancelled_batch_starts_no_further_entry_even_if_a_handler_swall
             raise DomainError(1, "never") from None
 
     app.command(name="effect")(lambda: effects.append(1))
-    task = asyncio.create_task(app.handle(batch(call("stubborn"), call("stubborn"), *[call("effect")] * 10)))
+    task = asyncio.create_task(
+        app.handle(batch(call("stubborn"), call("stubborn"), *[call("effect")] * 10))
+    )
     await begun.acquire()
     await begun.acquire()
     task.cancel()
@@ -416,8 +460,10 @@ async def test_a_cancelled_batch_starts_no_further_entry_even_if_a_handler_swall
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_a_joining_worker_does_not_inherit_context_variables_of_middleware() -> None:
-    app, seen, all_begun = make_app(), list[str](), asyncio.Event()
+async def test_joining_worker_does_not_inherit_context_variables_of_middleware() -> None:
+    app = make_app()
+    seen = list[str]()
+    all_begun = asyncio.Event()
     variable = contextvars.ContextVar("variable", default="clean")
 
     @app.middleware
@@ -440,7 +486,9 @@ async def test_syntax_outranks_busy_and_an_idle_app_serves_a_batch_larger_than_t
     await stage.has_begun("a").wait()
     assert error(await app.handle(b"{broken"))["code"] == -32700
     assert error(await app.handle(b"[]"))["code"] == -32600
-    assert {answer["error"]["code"] for answer in read(await app.handle(entries("plain:x", "plain:y")))} == {42910}
+    assert {
+        answer["error"]["code"] for answer in read(await app.handle(entries("plain:x", "plain:y")))
+    } == {42910}
     stage.gate("a").set()
     await held
     assert len(read(await app.handle(entries("plain:x", "plain:y", "plain:z")))) == 3
@@ -458,7 +506,7 @@ async def test_commands_whose_callers_left_count_as_in_flight() -> None:
     assert result(await app.handle(call("plain", ["x"]))) == "x"
 
 
-async def test_the_log_tells_once_of_a_plain_function_that_blocks_the_loop(
+async def test_log_warns_once_about_a_function_that_blocks_the_loop(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("wirecall.server.dispatch.BLOCKS", -1.0)  # every function takes longer
@@ -477,7 +525,7 @@ async def test_the_log_tells_once_of_a_plain_function_that_blocks_the_loop(
     for key in "ab":
         await app.handle(call("put", key=key))
     told = [record.getMessage() for record in caplog.records]
-    assert [text.partition(" ")[0] for text in told] == ["plain", "put"]
+    assert [text.partition(" ")[0] for text in told] == ["plain", "waits", "put"]
     assert all("blocking=True" in text for text in told)
     caplog.clear()
     app = make_app()  # not in development with `wirecall dev`

@@ -1,4 +1,6 @@
-"""Loops whose tasks begin at once (`asyncio.eager_task_factory`): everything holds that holds in any other loop."""
+"""Loops whose tasks begin at once (`asyncio.eager_task_factory`): everything holds that holds in
+any other loop.
+"""
 
 import asyncio
 import gc
@@ -13,11 +15,14 @@ import pytest
 from tests.calls import batch, call, error, make_app, read, result
 from tests.servers import Store
 from wirecall import App, Context
-from wirecall.protocol.messages import Limits, Sending
-from wirecall.stepping import start
+from wirecall.aio import start
+from wirecall.limits import Limits
+from wirecall.protocol.receipt import Receipt
 from wirecall.transports.stdio import serve_streams
 
-pytestmark = pytest.mark.skipif(sys.version_info < (3, 12), reason="tasks begin at once since Python 3.12")
+pytestmark = pytest.mark.skipif(
+    sys.version_info < (3, 12), reason="tasks begin at once since Python 3.12"
+)
 
 PATIENCE = 60.0
 
@@ -35,7 +40,7 @@ async def app(store: Store) -> AsyncIterator[App]:
 
 
 async def done() -> None:
-    """Something to await that never waits."""
+    """An awaitable that never waits."""
 
 
 def tasks_in_memory() -> int:
@@ -43,7 +48,7 @@ def tasks_in_memory() -> int:
     return sum(isinstance(thing, asyncio.Task) for thing in gc.get_objects())
 
 
-async def test_a_command_and_its_duplicates_take_effect_once(app: App) -> None:
+async def test_command_and_its_duplicates_take_effect_once(app: App) -> None:
     effects: list[int] = []
 
     @app.command
@@ -52,14 +57,16 @@ async def test_a_command_and_its_duplicates_take_effect_once(app: App) -> None:
         await asyncio.sleep(0.01)
         return len(effects)
 
-    replies = await asyncio.gather(*(app.handle(call("put", {"n": 7}, id=i, key="k")) for i in range(20)))
+    replies = await asyncio.gather(
+        *(app.handle(call("put", {"n": 7}, id=i, key="k")) for i in range(20))
+    )
     assert [result(reply) for reply in replies] == [1] * 20
     assert result(await app.handle(call("put", {"n": 7}, key="k"))) == 1
     assert effects == [7]
 
 
-async def test_a_command_that_is_over_at_once_leaves_no_task_behind() -> None:
-    """Its task used to end before it was in the table of tasks in flight, and stayed there for ever."""
+async def test_command_that_is_over_at_once_leaves_no_task_behind() -> None:
+    """Its task used to end before it was in the table of tasks in flight, and stayed there forever."""
     async with make_app() as app:
 
         @app.command
@@ -73,9 +80,10 @@ async def test_a_command_that_is_over_at_once_leaves_no_task_behind() -> None:
         assert tasks_in_memory() < before + 10
 
 
-async def test_many_entries_of_a_batch_wait_side_by_side(app: App) -> None:
+async def test_batch_entries_wait_side_by_side(app: App) -> None:
     """Each worker used to begin inside the one before: 500 of them were deeper than Python's stack."""
-    gate, begun = asyncio.Event(), list[int]()
+    gate = asyncio.Event()
+    begun = list[int]()
 
     @app.query
     async def wait(n: int) -> int:
@@ -91,8 +99,9 @@ async def test_many_entries_of_a_batch_wait_side_by_side(app: App) -> None:
     assert begun == list(range(500))
 
 
-async def test_a_caller_that_leaves_before_the_commit_point_undoes_the_command(app: App) -> None:
-    begun, effects = asyncio.Event(), list[int]()
+async def test_caller_that_leaves_before_the_commit_point_undoes_the_command(app: App) -> None:
+    begun = asyncio.Event()
+    effects = list[int]()
 
     @app.command
     async def put(ctx: Context, n: int) -> int:
@@ -113,7 +122,7 @@ async def test_a_caller_that_leaves_before_the_commit_point_undoes_the_command(a
     assert effects == [0, 1]
 
 
-async def test_a_timeout_ends_a_command_that_started_eagerly(app: App) -> None:
+async def test_timeout_ends_a_command_that_started_eagerly(app: App) -> None:
     @app.command(timeout=0.05)
     async def put(ctx: Context) -> None:
         await asyncio.sleep(PATIENCE)
@@ -122,7 +131,7 @@ async def test_a_timeout_ends_a_command_that_started_eagerly(app: App) -> None:
     assert error(await app.handle(call("put", key="k")))["data"]["ran"] == "no"
 
 
-async def test_a_handler_keeps_its_task_from_its_first_line_to_its_last(app: App) -> None:
+async def test_handler_keeps_its_task_from_its_first_line_to_its_last(app: App) -> None:
     @app.command
     async def put() -> bool:
         mine = asyncio.current_task()
@@ -137,7 +146,8 @@ async def test_a_handler_keeps_its_task_from_its_first_line_to_its_last(app: App
 
 async def test_lines_are_answered(tmp_path: Any) -> None:
     """The first line waits at once, with many more behind it."""
-    lines, answers = tmp_path / "in", tmp_path / "out"
+    lines = tmp_path / "in"
+    answers = tmp_path / "out"
     lines.write_bytes(b"".join(call("wait", {"n": n}, id=n) + b"\n" for n in range(300)))
     async with make_app() as app:
 
@@ -146,14 +156,17 @@ async def test_lines_are_answered(tmp_path: Any) -> None:
             await asyncio.sleep(0)
             return n
 
-        reader, writer = os.open(lines, os.O_RDONLY), os.open(answers, os.O_WRONLY | os.O_CREAT)
+        reader = os.open(lines, os.O_RDONLY)
+        writer = os.open(answers, os.O_WRONLY | os.O_CREAT)
         try:
             async with asyncio.timeout(PATIENCE):
                 await serve_streams(lambda _send: Plain(app), reader, writer)
         finally:
             os.close(reader)
             os.close(writer)
-    assert sorted(read(line)["result"] for line in answers.read_bytes().splitlines()) == list(range(300))
+    assert sorted(read(line)["result"] for line in answers.read_bytes().splitlines()) == list(
+        range(300)
+    )
 
 
 async def test_work_that_was_cancelled_before_it_began_never_begins() -> None:
@@ -176,7 +189,7 @@ class Plain:
     def __init__(self, app: App) -> None:
         self._app = app
 
-    def handle(self, line: bytes, sending: Sending, /) -> "Coroutine[Any, Any, bytes | None]":
+    def handle(self, line: bytes, receipt: Receipt, /) -> "Coroutine[Any, Any, bytes | None]":
         return self._app.handle(line)
 
     def ending(self) -> None:

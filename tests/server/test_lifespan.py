@@ -1,4 +1,6 @@
-"""The lifespan of an app: entered once before the first call, on every way of serving, and left after the last one."""
+"""The lifespan of an app: entered once before the first call, with every kind of server, and left
+after the last one.
+"""
 
 import asyncio
 import json
@@ -72,7 +74,10 @@ class Pools:
 
 async def through_handle(app: App) -> list[Any]:
     async with app:
-        return [result(await app.handle(call("pool"))), result(app.handle_sync(call("put", key="k")))]
+        return [
+            result(await app.handle(call("pool"))),
+            result(app.handle_sync(call("put", key="k"))),
+        ]
 
 
 async def through_connect(app: App) -> list[Any]:
@@ -93,7 +98,8 @@ async def through_two_clients(app: App) -> list[Any]:
 
 
 async def through_asgi(app: App) -> list[Any]:
-    served, answers = app.asgi(), list[Any]()
+    served = app.asgi()
+    answers = list[Any]()
     steps: list[str] = ["startup", "shutdown"]
 
     async def receive() -> Any:
@@ -119,13 +125,24 @@ async def through_stdio(app: App) -> list[Any]:
     os.close(reader)
     os.close(writer)
     with os.fdopen(stdout, "rb") as answers:
-        return [each["result"] for each in sorted(map(json.loads, answers), key=lambda each: int(each["id"]))]
+        return [
+            each["result"]
+            for each in sorted(map(json.loads, answers), key=lambda each: int(each["id"]))
+        ]
 
 
 @pytest.mark.parametrize(
-    "way", [through_handle, through_connect, through_testing, through_two_clients, through_asgi, through_stdio]
+    "way",
+    [
+        through_handle,
+        through_connect,
+        through_testing,
+        through_two_clients,
+        through_asgi,
+        through_stdio,
+    ],
 )
-async def test_every_way_enters_it_once_before_the_first_call_and_leaves_it_after_the_last(
+async def test_lifespan_is_entered_once_before_the_first_call_and_left_after_the_last(
     way: Callable[[App], Any],
 ) -> None:
     pools = Pools()
@@ -134,15 +151,17 @@ async def test_every_way_enters_it_once_before_the_first_call_and_leaves_it_afte
     assert pools.log == ["enter test", "call", "call", "leave"]
 
 
-def test_a_blocking_client_enters_and_leaves_it() -> None:
+def test_lifespan_is_entered_and_left_by_a_blocking_client() -> None:
     pools = Pools()
     with connect_sync(pools.app()) as client:
         assert client.call("pool") == "of test"
     assert pools.log == ["enter test", "call", "leave"]
 
 
-async def test_a_mounted_app_enters_it_at_its_first_request_and_other_requests_wait() -> None:
-    """Starlette does not forward the lifespan protocol to a mount, so the first request is the first sign of life."""
+async def test_mounted_app_enters_the_lifespan_at_its_first_request_and_others_wait() -> None:
+    """Starlette does not forward the lifespan protocol to a mount, so the first request is the
+    first sign of life.
+    """
     pools = Pools()
     pools.held = asyncio.Event()
     app = pools.app()
@@ -152,14 +171,14 @@ async def test_a_mounted_app_enters_it_at_its_first_request_and_other_requests_w
         assert pools.log == []
         requests = [asyncio.create_task(ask(served, body=call("pool", id=i))) for i in range(3)]
         await pools.begun.wait()
-        requests[0].cancel()  # the one that began it: the others still get their answers
+        requests[0].cancel()  # the call that began it: the others still get their answers
         pools.held.set()
         assert [(await request).json["result"] for request in requests[1:]] == ["of test"] * 2
         await app.aclose()
     assert pools.log == ["enter test", "call", "call", "leave"]
 
 
-async def test_a_mounted_app_whose_lifespan_fails_refuses_requests_and_tries_again() -> None:
+async def test_mounted_app_whose_lifespan_fails_refuses_requests_and_tries_again() -> None:
     failures = [ConnectionError("the database at 10.0.0.7 is away")]
 
     @asynccontextmanager
@@ -198,10 +217,11 @@ def state_of(ctx: Context) -> Any:
     return ctx.state
 
 
-async def test_it_is_left_after_a_query_that_is_in_flight() -> None:
+async def test_lifespan_ends_after_a_query_in_flight() -> None:
     pools = Pools()
     app = pools.app()
-    begun, go = asyncio.Event(), asyncio.Event()
+    begun = asyncio.Event()
+    go = asyncio.Event()
 
     @app.query
     async def slow() -> str:
@@ -221,7 +241,7 @@ async def test_it_is_left_after_a_query_that_is_in_flight() -> None:
     assert pools.log == ["enter test", "slow", "leave"]
 
 
-async def test_an_app_that_was_closed_enters_it_again() -> None:
+async def test_closed_app_enters_the_lifespan_again() -> None:
     pools = Pools()
     app = pools.app()
     for _ in range(2):
@@ -231,7 +251,7 @@ async def test_an_app_that_was_closed_enters_it_again() -> None:
     assert pools.log == ["enter test", "call", "leave"] * 2
 
 
-def test_one_event_loop_after_another_and_the_end_of_a_loop_cleans_up() -> None:
+def test_lifespan_works_in_one_loop_after_another_and_ends_with_each_loop() -> None:
     pools = Pools()
     app = pools.app()
     for _ in range(2):
@@ -239,7 +259,7 @@ def test_one_event_loop_after_another_and_the_end_of_a_loop_cleans_up() -> None:
     assert pools.log == ["enter test", "call", "leave"] * 2
 
 
-async def test_a_second_loop_while_the_first_is_alive_is_refused() -> None:
+async def test_second_loop_while_the_first_is_alive_is_refused() -> None:
     app = Pools().app()
     async with app:
         with pytest.raises(OtherLoop):
@@ -253,7 +273,7 @@ def test_handle_sync_says_how_the_app_is_started() -> None:
     assert pools.log == []
 
 
-async def test_a_failure_to_enter_has_its_own_text_and_the_cause() -> None:
+async def test_failure_to_enter_has_its_own_message_and_the_cause() -> None:
     cause = ConnectionError("no route to the database")
 
     @asynccontextmanager
@@ -272,7 +292,7 @@ async def test_a_failure_to_enter_has_its_own_text_and_the_cause() -> None:
 
 
 @pytest.mark.parametrize("stubborn", [False, True])
-async def test_a_lifespan_that_never_returns_meets_its_deadline(stubborn: bool) -> None:
+async def test_lifespan_that_never_returns_ends_at_its_deadline(stubborn: bool) -> None:
     go = asyncio.Event()
 
     @asynccontextmanager
@@ -292,7 +312,7 @@ async def test_a_lifespan_that_never_returns_meets_its_deadline(stubborn: bool) 
         go.set()
 
 
-async def test_a_function_that_is_not_a_context_manager_is_explained() -> None:
+async def test_function_that_is_not_a_context_manager_is_explained() -> None:
     async def lifespan(_: App) -> AsyncIterator[None]:
         yield
 
@@ -301,7 +321,7 @@ async def test_a_function_that_is_not_a_context_manager_is_explained() -> None:
         await make_app(lifespan=wrong).handle(call("rpc.discover"))
 
 
-async def test_a_start_that_is_cancelled_is_cleaned_up() -> None:
+async def test_start_that_is_cancelled_is_cleaned_up() -> None:
     pools = Pools()
     pools.held = asyncio.Event()
     app = pools.app()
@@ -317,7 +337,7 @@ async def test_a_start_that_is_cancelled_is_cleaned_up() -> None:
     await app.aclose()
 
 
-async def test_a_client_that_stays_open_starts_a_closed_app_again() -> None:
+async def test_client_that_remains_open_starts_a_closed_app_again() -> None:
     pools = Pools()
     app = pools.app()
     async with connect(app, protocol="mcp") as client:
@@ -330,7 +350,7 @@ async def test_a_client_that_stays_open_starts_a_closed_app_again() -> None:
     assert pools.log == ["enter test", "call", "leave", "enter test", "call", "call", "leave"]
 
 
-async def test_calls_that_wait_for_a_start_which_is_given_up_hear_of_it() -> None:
+async def test_calls_that_wait_for_a_start_fail_if_it_is_given_up() -> None:
     pools = Pools()
     pools.held = asyncio.Event()
     app = pools.app()
@@ -344,7 +364,7 @@ async def test_calls_that_wait_for_a_start_which_is_given_up_hear_of_it() -> Non
             await waiting
 
 
-async def test_a_failure_at_the_end_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_failure_at_the_end_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     @asynccontextmanager
     async def lifespan(_: App) -> AsyncIterator[None]:
         yield
@@ -356,8 +376,11 @@ async def test_a_failure_at_the_end_is_logged(caplog: pytest.LogCaptureFixture) 
     assert "the pool has leaks" in caplog.text
 
 
-async def test_a_lifespan_that_ends_by_itself_makes_the_app_not_ready(caplog: pytest.LogCaptureFixture) -> None:
-    broken, lives = asyncio.Event(), list[Any]()
+async def test_lifespan_that_ends_early_makes_the_app_not_ready(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    broken = asyncio.Event()
+    lives = list[Any]()
 
     async def watch() -> None:
         await broken.wait()
@@ -401,7 +424,7 @@ def both(ctx: Context) -> list[Any]:
     return [ctx.state, ctx.values]
 
 
-# --- servers in processes of their own ------------------------------------------------------------------------------------
+# --- servers in separate processes ----------------------------------------------------------------
 
 SHOP = """
 import asyncio, sys
@@ -430,10 +453,21 @@ def shop(folder: Path, entering: str = "pass") -> str:
 
 @pytest.mark.parametrize(
     "words",
-    [["--http", "127.0.0.1:0"], ["--stdio"], ["--http", "127.0.0.1:0", "--workers", "2", "--ledger", "sqlite:ledger.db"]],
+    [
+        ["--http", "127.0.0.1:0"],
+        ["--stdio"],
+        ["--http", "127.0.0.1:0", "--workers", "2", "--ledger", "sqlite:ledger.db"],
+    ],
 )
-def test_a_server_that_cannot_start_says_why_and_exits_with_1(tmp_path: Path, words: list[str]) -> None:
-    run = wirecall("serve", shop(tmp_path, "raise ConnectionError('the database is away')"), *words, cwd=tmp_path)
+def test_server_that_cannot_start_says_why_and_exits_with_1(
+    tmp_path: Path, words: list[str]
+) -> None:
+    run = wirecall(
+        "serve",
+        shop(tmp_path, "raise ConnectionError('the database is away')"),
+        *words,
+        cwd=tmp_path,
+    )
     assert run.returncode == 1
     assert b"The app cannot start" in run.stderr
     assert b"ConnectionError: the database is away" in run.stderr
@@ -442,7 +476,7 @@ def test_a_server_that_cannot_start_says_why_and_exits_with_1(tmp_path: Path, wo
 
 
 @pytest.mark.parametrize("server", ["granian", "uvicorn"])
-def test_served_over_http(tmp_path: Path, server: str) -> None:
+def test_lifespan_of_a_server_over_http(tmp_path: Path, server: str) -> None:
     with running("serve", shop(tmp_path), "--http", "127.0.0.1:0", "--server", server) as run:
         run.wait_for("entering")
         address = run.wait_for("Listening on").split()[-1]
@@ -451,15 +485,20 @@ def test_served_over_http(tmp_path: Path, server: str) -> None:
         assert "".join(run.said).count("entering") == 1
 
 
-def test_each_worker_has_its_own(tmp_path: Path) -> None:
-    with serving(shop(tmp_path), "--workers", "2", "--ledger", f"sqlite:{tmp_path / 'ledger.db'}") as address:
+def test_lifespan_is_separate_in_each_worker(tmp_path: Path) -> None:
+    with serving(
+        shop(tmp_path), "--workers", "2", "--ledger", f"sqlite:{tmp_path / 'ledger.db'}"
+    ) as address:
         assert wirecall("call", address, "pool").stdout == b"7\n"
 
 
-def test_a_call_from_the_command_line_enters_and_leaves_it(tmp_path: Path) -> None:
+def test_lifespan_is_entered_and_left_by_a_call_from_the_command_line(tmp_path: Path) -> None:
     run = wirecall("call", shop(tmp_path), "pool")
     assert (run.returncode, run.stdout) == (0, b"7\n")
-    assert [line for line in run.stderr.splitlines() if line in (b"entering", b"left")] == [b"entering", b"left"]
+    assert [line for line in run.stderr.splitlines() if line in (b"entering", b"left")] == [
+        b"entering",
+        b"left",
+    ]
 
 
 IGNORES = """
@@ -480,17 +519,27 @@ App("shop", lifespan=lifespan, limits=Limits(start_time=1)).run({options}, grace
 """
 
 
-@pytest.mark.parametrize("options", ['"http", port=0', '"http", port=0, server="uvicorn"', '"stdio"'])
-def test_a_start_that_ignores_its_cancellation_does_not_keep_the_process(options: str) -> None:
+@pytest.mark.parametrize(
+    "options", ['"http", port=0', '"http", port=0, server="uvicorn"', '"stdio"']
+)
+def test_start_that_ignores_its_cancellation_does_not_keep_the_process_alive(options: str) -> None:
     """Such as a loop that tries to reach a database again after every exception."""
     code = IGNORES.format(options=options)
-    run = subprocess.run([sys.executable, "-c", code], stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE)
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=PATIENCE,
+    )
     assert run.returncode == 1
-    assert b"The app cannot start: the lifespan was not entered within 1 s (Limits.start_time)" in run.stderr
+    assert (
+        b"The app cannot start: the lifespan was not entered within 1 s (Limits.start_time)"
+        in run.stderr
+    )
 
 
 @pytest.mark.parametrize("words", [["--http", "127.0.0.1:0"], ["--stdio"]])
-def test_a_signal_stops_a_start_that_hangs(tmp_path: Path, words: list[str]) -> None:
+def test_signal_stops_a_start_that_hangs(tmp_path: Path, words: list[str]) -> None:
     with running("serve", shop(tmp_path, "await asyncio.Event().wait()"), *words) as run:
         run.wait_for("entering")
         run.process.send_signal(signal.SIGINT)

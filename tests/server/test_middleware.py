@@ -12,7 +12,7 @@ from wirecall import Context, DomainError, RpcError, UsageError, connect, jsonrp
 from wirecall.errors import InternalError, InvalidRequest, rebuilt
 
 
-async def test_middleware_is_called_once_per_entry_alike_for_all_forms() -> None:
+async def test_middleware_is_called_once_per_entry_of_every_form() -> None:
     app = make_app()
     seen: list[Any] = []
 
@@ -26,9 +26,21 @@ async def test_middleware_is_called_once_per_entry_alike_for_all_forms() -> None
     await app.handle(call("q", id="single"))
     await app.handle(jsonrpc.make_notification("q"))
     reply = await app.handle(
-        batch(call("q", id="x"), jsonrpc.make_notification("q"), b"{}", call("nobody"), call("c", key="k"))
+        batch(
+            call("q", id="x"),
+            jsonrpc.make_notification("q"),
+            b"{}",
+            call("nobody"),
+            call("c", key="k"),
+        )
     )
-    assert seen == [("q", "single", None), ("q", None, None), ("q", "x", 0), ("q", None, 1), ("c", 1, 4)]
+    assert seen == [
+        ("q", "single", None),
+        ("q", None, None),
+        ("q", "x", 0),
+        ("q", None, 1),
+        ("c", 1, 4),
+    ]
     assert [answer.get("result") for answer in read(reply)] == [1, None, None, 2]
 
 
@@ -50,7 +62,7 @@ async def test_middleware_wraps_in_order_sees_the_sealed_result_and_may_refuse_o
         return {"replaced": True}
 
     app = make_app(middleware=[outer, inner])
-    app.query(name="open")(lambda ctx: None)
+    app.query(name="open")(lambda who: None)
 
     @app.query(name="state")
     def state(ctx: Context) -> Any:
@@ -79,14 +91,16 @@ async def test_middleware_wraps_in_order_sees_the_sealed_result_and_may_refuse_o
         (DomainError(40300, "not yours"), {"ran": "no"}),
         (DomainError(40300, "not yours", {"role": "admin"}), {"role": "admin", "ran": "no"}),
         (DomainError(40300, "not yours", ["admin"]), {"data": ["admin"], "ran": "no"}),
-        (rebuilt(RpcError, 40300, "not yours", {"ran": "yes"}), {"ran": "no"}),  # "yes" was said of a call elsewhere
+        # "yes" is about a call elsewhere.
+        (rebuilt(RpcError, 40300, "not yours", {"ran": "yes"}), {"ran": "no"}),
         (InternalError(), {"ran": "no"}),
         (InvalidRequest("no"), {"reason": "no"}),  # its code says it
     ],
 )
-async def test_a_call_that_its_middleware_refused_has_not_run(refusal: RpcError, data: Any) -> None:
-    """Clients hear it, over JSON-RPC and at every revision. The same error after the call has run does not say so."""
-    app, effects = make_app(), list[int]()
+async def test_call_that_its_middleware_refused_has_not_run(refusal: RpcError, data: Any) -> None:
+    """The error says so, over JSON-RPC and at every revision. An error after the run does not."""
+    app = make_app()
+    effects = list[int]()
 
     @app.middleware
     async def guard(ctx: Context, call_next: Any) -> Any:
@@ -113,7 +127,7 @@ async def test_a_call_that_its_middleware_refused_has_not_run(refusal: RpcError,
     assert effects == [1]
 
 
-async def test_a_replay_passes_the_middleware_again() -> None:
+async def test_replay_passes_the_middleware_again() -> None:
     """A caller that may not make the call does not get a replay."""
     app = make_app()
     allowed = True
@@ -131,19 +145,29 @@ async def test_a_replay_passes_the_middleware_again() -> None:
 
 
 @pytest.mark.parametrize("as_text", [bytes, bytes.decode, memoryview])
-async def test_a_key_beside_an_array_is_refused_and_nothing_runs(as_text: Callable[[bytes], Any]) -> None:
+async def test_key_beside_an_array_is_refused_and_nothing_runs(
+    as_text: Callable[[bytes], Any],
+) -> None:
     """Every entry would have it: of two commands the second would be a repetition of the first."""
-    app, effects = make_app(), list[int]()
+    app = make_app()
+    effects = list[int]()
     app.command(name="put")(lambda n: effects.append(n))
-    for message in (batch(call("put", {"n": 1})), b"\n " + batch(call("put", {"n": 1}, id=1), call("put", {"n": 2}, id=2))):
-        with pytest.raises(UsageError, match=r"single call[\s\S]*why: [\s\S]*fix: .*idempotency_key"):
+    for message in (
+        batch(call("put", {"n": 1})),
+        b"\n " + batch(call("put", {"n": 1}, id=1), call("put", {"n": 2}, id=2)),
+    ):
+        with pytest.raises(
+            UsageError, match=r"single call[\s\S]*why: [\s\S]*fix: .*idempotency_key"
+        ):
             await app.handle(as_text(message), key="k")
     assert effects == []
     assert result(await app.handle(call("put", {"n": 3}), key="k")) is None
     assert effects == [3]
 
 
-async def test_a_middleware_that_breaks_costs_its_own_entry(caplog: pytest.LogCaptureFixture) -> None:
+async def test_middleware_that_fails_affects_only_its_own_entry(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     app = make_app()
 
     @app.middleware
@@ -159,7 +183,7 @@ async def test_a_middleware_that_breaks_costs_its_own_entry(caplog: pytest.LogCa
     assert "ZeroDivisionError" in caplog.text
 
 
-async def test_middleware_may_name_the_exception_of_a_query_but_not_of_a_command_whose_outcome_is_recorded() -> None:
+async def test_middleware_may_name_the_exception_of_a_query_but_not_of_a_recorded_command() -> None:
     app = make_app()
 
     @app.middleware
@@ -175,4 +199,7 @@ async def test_middleware_may_name_the_exception_of_a_query_but_not_of_a_command
 
     app.command(name="sell")(price)
     assert error(await app.handle(call("price", ["milk"])))["message"] == "there is no milk"
-    assert error(await app.handle(call("sell", {"sku": "milk"}, key="k")))["message"] == "Internal error"
+    assert (
+        error(await app.handle(call("sell", {"sku": "milk"}, key="k")))["message"]
+        == "Internal error"
+    )

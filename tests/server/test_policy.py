@@ -13,7 +13,7 @@ from msgspec import UNSET, Raw
 
 from tests.calls import batch, call, error, make_app, read, result
 from tests.size import sized
-from tests.test_jsonrpc import json_values
+from tests.values import json_values
 from wirecall import App, Context, DomainError, Limits, UsageError, connect, jsonrpc
 from wirecall.errors import InvalidParams, KeyConflict
 from wirecall.server.policy import fingerprint
@@ -26,14 +26,18 @@ def counting(**options: Any) -> tuple[App, list[int]]:
     return app, ran
 
 
-# --- limits (J11) ------------------------------------------------------------------------------------------------------
+# --- limits (J11) ---------------------------------------------------------------------------------
 
 
-def test_a_batch_over_the_limit_is_refused_whole_before_anything_runs() -> None:
+def test_batch_over_the_limit_is_refused_whole_before_anything_runs() -> None:
     app, ran = counting()
     assert len(read(app.handle_sync(batch(*[call("count")] * 50)))) == 50
     ran.clear()
-    for entries in ([call("count")] * 51, [b"{}"] * 51, [b'{"jsonrpc":"2.0","method":"count"}'] * 51):
+    for entries in (
+        [call("count")] * 51,
+        [b"{}"] * 51,
+        [b'{"jsonrpc":"2.0","method":"count"}'] * 51,
+    ):
         answer = read(app.handle_sync(batch(*entries)))
         assert answer["id"] is None
         assert answer["error"]["code"] == -32600
@@ -47,7 +51,7 @@ def test_a_batch_over_the_limit_is_refused_whole_before_anything_runs() -> None:
     assert ran == []
 
 
-def test_the_batch_limit_can_be_chosen() -> None:
+def test_batch_limit_can_be_chosen() -> None:
     app, _ = counting(limits=Limits(batch=2))
     assert len(read(app.handle_sync(batch(call("count"), call("count"))))) == 2
     assert error(app.handle_sync(batch(*[call("count")] * 3)))["data"]["max"] == 2
@@ -80,12 +84,14 @@ def test_bytes_out_costs_the_entries_that_do_not_fit() -> None:
     assert too_long["code"] == -32603
     assert too_long["data"]["limit"] == "bytes_out"
     assert too_long["data"]["ran"] == "yes"
-    answers = read(app.handle_sync(batch(*[call("repeat", [n], id=n) for n in (300, 900, 301, 302)])))
+    answers = read(
+        app.handle_sync(batch(*[call("repeat", [n], id=n) for n in (300, 900, 301, 302)]))
+    )
     assert [answer["id"] for answer in answers] == [300, 900, 301, 302]
     assert ["result" in answer for answer in answers] == [True, False, True, False]
 
 
-def test_an_error_that_is_too_long_tells_whether_the_call_ran() -> None:
+def test_error_that_is_too_long_says_whether_the_call_ran() -> None:
     app = make_app(limits=Limits(bytes_out=1000))
 
     @app.query
@@ -95,14 +101,20 @@ def test_an_error_that_is_too_long_tells_whether_the_call_ran() -> None:
     for data, ran in (({}, "yes"), ({"ran": "no"}, "no")):
         assert error(app.handle_sync(call("refuse", {"data": data})))["data"]["ran"] == ran
         [answer] = read(app.handle_sync(batch(call("refuse", {"data": data}))))
-        assert (answer["error"]["data"]["limit"], answer["error"]["data"]["ran"]) == ("bytes_out", ran)
+        assert (answer["error"]["data"]["limit"], answer["error"]["data"]["ran"]) == (
+            "bytes_out",
+            ran,
+        )
 
 
 @pytest.mark.parametrize("watched", [False, True])
 @pytest.mark.parametrize("name", ["text", "items", "straight", "late", "put"])
-async def test_a_batch_keeps_no_more_than_one_reply_may_hold(name: str, watched: bool) -> None:
-    """J11: a result that does not fit is dropped as soon as it is there, and other calls get their turn."""
-    app, effects = make_app(limits=Limits(bytes_out=1_000_000)), list[int]()
+async def test_batch_keeps_no_more_than_one_reply_may_hold(name: str, watched: bool) -> None:
+    """J11: a result that does not fit is dropped as soon as it is there, and other calls get their
+    turn.
+    """
+    app = make_app(limits=Limits(bytes_out=1_000_000))
+    effects = list[int]()
     app.query(name="text")(lambda n: "x" * n)
     app.query(name="items")(lambda n: ["x" * n])
 
@@ -135,7 +147,9 @@ async def test_a_batch_keeps_no_more_than_one_reply_may_hold(name: str, watched:
             turns += 1
 
     keys = [f"k-{number}" if name == "put" else None for number in range(50)]
-    message = batch(*(call(name, {"n": 900_000}, id=number, key=key) for number, key in enumerate(keys)))
+    message = batch(
+        *(call(name, {"n": 900_000}, id=number, key=key) for number, key in enumerate(keys))
+    )
     other = asyncio.create_task(other_work())
     await asyncio.sleep(0)
     tracemalloc.start()
@@ -158,7 +172,8 @@ async def test_a_batch_keeps_no_more_than_one_reply_may_hold(name: str, watched:
 
 async def test_calls_beyond_the_in_flight_limit_get_busy() -> None:
     app = make_app(limits=Limits(in_flight=3))
-    started, release = asyncio.Semaphore(0), asyncio.Event()
+    started = asyncio.Semaphore(0)
+    release = asyncio.Event()
 
     @app.query(notification_allowed=True)
     async def hold() -> str:
@@ -170,7 +185,11 @@ async def test_calls_beyond_the_in_flight_limit_get_busy() -> None:
         held = [group.create_task(app.handle(call("hold"))) for _ in range(2)]
         for _ in held:
             await started.acquire()
-        refused = read(await app.handle(batch(call("hold", id=8), call("hold", id=9), jsonrpc.make_notification("hold"))))
+        refused = read(
+            await app.handle(
+                batch(call("hold", id=8), call("hold", id=9), jsonrpc.make_notification("hold"))
+            )
+        )
         assert [answer["id"] for answer in refused] == [8, 9]
         assert {answer["error"]["code"] for answer in refused} == {42910}
         assert refused[0]["error"]["data"] == {"type": "busy", "ran": "no", "retry_after_ms": 100}
@@ -183,25 +202,29 @@ async def test_calls_beyond_the_in_flight_limit_get_busy() -> None:
     assert result(await app.handle(call("hold"))) == "held"
 
 
-@pytest.mark.parametrize("field", ["batch", "bytes_in", "bytes_out", "depth", "in_flight", "concurrency"])
-def test_every_limit_has_a_name_and_must_admit_something(field: str) -> None:
+@pytest.mark.parametrize(
+    "field", ["batch", "bytes_in", "bytes_out", "depth", "in_flight", "concurrency"]
+)
+def test_limit_has_a_name_and_must_admit_something(field: str) -> None:
     assert getattr(Limits(), field) >= 1
     with pytest.raises(UsageError, match=field):
         Limits(**{field: 0})
 
 
-# --- keys (P3, P4) -----------------------------------------------------------------------------------------------------
+# --- keys (P3, P4) --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("key", ["a", "~" * 255, "!", "order-7/charge:1", "k"])
-def test_keys_of_printable_ascii_are_taken(key: str) -> None:
+def test_keys_of_printable_ascii_are_accepted(key: str) -> None:
     app = make_app(mode="production")
     app.command(name="put")(lambda: 1)
     assert result(app.handle_sync(call("put", key=key))) == 1
 
 
-@pytest.mark.parametrize("key", ["", "x" * 256, "a b", "\t", "é", "\x7f", "\u2003", 1, 1.5, None, True, [], {}, ["k"]])
-def test_anything_else_is_refused_and_leaves_no_record(key: Any) -> None:
+@pytest.mark.parametrize(
+    "key", ["", "x" * 256, "a b", "\t", "é", "\x7f", "\u2003", 1, 1.5, None, True, [], {}, ["k"]]
+)
+def test_keys_of_other_characters_are_refused_and_leave_no_record(key: Any) -> None:
     app = make_app(mode="production")
     ran: list[int] = []
     app.command(name="put")(lambda: ran.append(1))
@@ -217,7 +240,7 @@ async def counts(app: App) -> dict[Any, int]:
     return await (await app.ledger()).counts()
 
 
-def test_the_same_key_twice_is_one_key() -> None:
+def test_key_that_is_sent_twice_is_one_key() -> None:
     app = make_app()
     app.command(name="put")(lambda: 1)
     data = b'{"jsonrpc":"2.0","method":"put","params":{"idempotency_key":"a","idempotency_key":"a"},"id":1}'
@@ -235,28 +258,37 @@ def test_the_same_key_twice_is_one_key() -> None:
     ],
 )
 def test_two_keys_in_one_place_are_refused(params: str) -> None:
-    app, ran = make_app(), list[int]()
+    app = make_app()
+    ran = list[int]()
     app.command(name="put")(lambda: ran.append(1))
     refused = error(app.handle_sync(f'{{"jsonrpc":"2.0","method":"put","params":{params},"id":1}}'))
-    assert (refused["code"], refused["data"]["type"], ran) == (-32602, "idempotency_key_invalid", [])
+    assert (refused["code"], refused["data"]["type"], ran) == (
+        -32602,
+        "idempotency_key_invalid",
+        [],
+    )
 
 
-def test_a_number_that_python_cannot_read_is_the_caller_s_mistake() -> None:
+def test_number_that_python_cannot_read_is_an_error_of_the_caller() -> None:
     """Also beside a key and an escape, where the members are looked at one by one."""
-    app, ran = make_app(), list[int]()
+    app = make_app()
+    ran = list[int]()
     app.command(name="put")(lambda n, s: ran.append(1))
     params = f'{{"n":{"9" * 5000},"s":"\\u0041","idempotency_key":"k"}}'
     refused = error(app.handle_sync(f'{{"jsonrpc":"2.0","method":"put","params":{params},"id":1}}'))
     assert (refused["code"], ran) == (-32602, [])
 
 
-def test_a_key_is_a_command_s_affair() -> None:
+def test_key_is_for_commands_only() -> None:
     app = make_app()
     app.query(name="look")(lambda: 1)
-    assert error(app.handle_sync(call("look", key="k")))["data"]["reason"] == "params.idempotency_key: unknown name"
+    assert (
+        error(app.handle_sync(call("look", key="k")))["data"]["reason"]
+        == "params.idempotency_key: unknown name"
+    )
 
 
-# --- fingerprints ------------------------------------------------------------------------------------------------------
+# --- fingerprints ---------------------------------------------------------------------------------
 
 
 def of(text: str) -> bytes:
@@ -294,7 +326,7 @@ def of(text: str) -> bytes:
         ('{"a":1e999999999}', '{"a":10e999999998}'),
     ],
 )
-def test_the_same_params_written_differently(one: str, other: str) -> None:
+def test_fingerprint_is_equal_for_the_same_params_written_differently(one: str, other: str) -> None:
     assert of(one) == of(other)
 
 
@@ -324,7 +356,7 @@ def test_the_same_params_written_differently(one: str, other: str) -> None:
         ('{"a":1}', '{"a":1,"idempotencyKey":1}'),
     ],
 )
-def test_other_params(one: str, other: str) -> None:
+def test_fingerprint_differs_for_other_params(one: str, other: str) -> None:
     assert of(one) != of(other)
 
 
@@ -337,9 +369,11 @@ def test_numbers_count_by_their_value(one: Decimal, other: Decimal) -> None:
     assert of(f'{{"a":{one:f}}}') == of(f'{{"a":{one:e}}}')
 
 
-def test_a_megabyte_of_huge_exponents_stays_as_small_as_it_is() -> None:
+def test_fingerprint_of_a_megabyte_of_huge_exponents_uses_little_memory() -> None:
     count = sized(small=10_000, full=30_000)  # under tracemalloc each takes long
-    params = b'{"a":[%s]}' % b",".join([b"1e4299", b"1e-999999999", b"9e999999999", b"1e19"] * count)
+    params = b'{"a":[%s]}' % b",".join(
+        [b"1e4299", b"1e-999999999", b"9e999999999", b"1e19"] * count
+    )
     tracemalloc.start()
     try:
         fingerprint(Raw(params))
@@ -349,7 +383,7 @@ def test_a_megabyte_of_huge_exponents_stays_as_small_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("number", ["1e" + "9" * 5000, "1e-" + "9" * 5000, "9" * 5000])
-def test_a_number_without_measure_is_refused(number: str) -> None:
+def test_number_beyond_the_range_is_refused(number: str) -> None:
     with pytest.raises(InvalidParams, match="range"):
         of(f'{{"a":{number}}}')
 
@@ -365,7 +399,9 @@ def test_a_number_without_measure_is_refused(number: str) -> None:
         ("idempotencyKey", lambda **others: others["idempotencyKey"]),
     ],
 )
-async def test_every_argument_of_a_function_counts_whatever_its_name(name: str, function: Any) -> None:
+async def test_arguments_of_a_function_all_count_whatever_their_names(
+    name: str, function: Any
+) -> None:
     """P5: only `idempotency_key` and `_meta` are not the function's own."""
     app = make_app()
     app.command(name="put")(function)
@@ -390,12 +426,14 @@ async def test_amounts_that_a_float_cannot_tell_apart_are_two_commands() -> None
     assert error(await app.handle(message % "12345678901234567.90"))["code"] == 42210
 
 
-def test_no_params_are_an_empty_object() -> None:
+def test_params_that_are_missing_equal_an_empty_object() -> None:
     assert fingerprint(UNSET) == of("{}")
 
 
-@given(st.dictionaries(st.text(st.characters(codec="utf-8")), json_values, max_size=5), st.randoms())
-def test_the_order_of_members_never_matters(params: dict[str, Any], random: Any) -> None:
+@given(
+    st.dictionaries(st.text(st.characters(codec="utf-8")), json_values, max_size=5), st.randoms()
+)
+def test_order_of_members_never_matters(params: dict[str, Any], random: Any) -> None:
     members = list(params.items())
     random.shuffle(members)
     assert of(json.dumps(params)) == of(json.dumps(dict(members)))

@@ -69,7 +69,7 @@ async def test_values_are_made_once_per_call_and_cleaned_up_in_reverse() -> None
     assert log == ["open", "user", "handler", "user left", "close"]
 
 
-async def test_every_kind_of_provider_and_of_parameter() -> None:
+async def test_providers_and_parameters_of_every_kind() -> None:
     app = make_app()
 
     @app.provide
@@ -90,7 +90,15 @@ async def test_every_kind_of_provider_and_of_parameter() -> None:
         return [a, db.name, b, *rest]
 
     @app.query
-    def named(a: int, *, user: User, ctx: Context, db: Annotated[Db, "of the shop"], token: Token, **more: int) -> list[Any]:
+    def named(
+        a: int,
+        *,
+        user: User,
+        ctx: Context,
+        db: Annotated[Db, "of the shop"],
+        token: Token,
+        **more: int,
+    ) -> list[Any]:
         return [a, user.name, ctx.method, db.name, token, more]
 
     @app.query
@@ -101,11 +109,18 @@ async def test_every_kind_of_provider_and_of_parameter() -> None:
     for params in ([1], {"a": 1}):
         assert result(await app.handle(call("positional", params))) == [1, "plain", 2]
     assert result(await app.handle(call("positional", [1, 3, 4, 5]))) == [1, "plain", 3, 4, 5]
-    assert result(await app.handle(call("named", {"a": 1, "x": 2}))) == [1, "plain", "named", "plain", "named", {"x": 2}]
+    assert result(await app.handle(call("named", {"a": 1, "x": 2}))) == [
+        1,
+        "plain",
+        "named",
+        "plain",
+        "named",
+        {"x": 2},
+    ]
     assert result(app.handle_sync(call("optional"))) == "plain"
 
 
-async def test_a_caller_cannot_see_or_set_what_is_provided() -> None:
+async def test_caller_cannot_see_or_set_what_is_provided() -> None:
     app = Log().app()
 
     @app.query
@@ -119,7 +134,10 @@ async def test_a_caller_cannot_see_or_set_what_is_provided() -> None:
     described = result(await app.handle(call("rpc.discover")))
     [who_described] = [method for method in described["methods"] if method["name"] == "who"]
     assert [param["name"] for param in who_described["params"]] == ["n"]
-    for method, params in (("who", {"n": 1, "user": {"name": "root"}}), ("open_ended", {"user": {"name": "root"}})):
+    for method, params in (
+        ("who", {"n": 1, "user": {"name": "root"}}),
+        ("open_ended", {"user": {"name": "root"}}),
+    ):
         refused = error(await app.handle(call(method, params)))
         assert (refused["code"], refused["data"]["reason"]) == (-32602, "params.user: unknown name")
     assert error(await app.handle(call("who", [1, {"name": "root"}])))["code"] == -32602
@@ -137,8 +155,9 @@ def takes_db(n: int, db: Db) -> str:
     return db.name
 
 
-async def test_entries_of_a_batch_have_values_of_their_own() -> None:
-    app, made = make_app(), list[Db]()
+async def test_entries_of_a_batch_have_their_own_values() -> None:
+    app = make_app()
+    made = list[Db]()
 
     @app.provide
     def db() -> Db:
@@ -175,7 +194,7 @@ async def test_clean_up_after_an_error_and_after_a_cancel() -> None:
     assert log == ["open", "failed CancelledError", "close"]
 
 
-async def test_a_provider_cannot_turn_an_error_into_a_result() -> None:
+async def test_provider_cannot_turn_an_error_into_a_result() -> None:
     app = make_app()
 
     @app.provide
@@ -190,7 +209,7 @@ async def test_a_provider_cannot_turn_an_error_into_a_result() -> None:
     assert error(await app.handle(call("fails")))["code"] == 4040
 
 
-async def test_a_provider_cannot_hide_the_error_of_the_next_one() -> None:
+async def test_provider_cannot_hide_the_error_of_the_next_one() -> None:
     app = make_app()
 
     @app.provide
@@ -209,9 +228,11 @@ async def test_a_provider_cannot_hide_the_error_of_the_next_one() -> None:
     assert error(await app.handle(call("who")))["code"] == 4010
 
 
-async def test_a_value_that_a_thread_makes_for_a_call_that_was_cancelled_is_cleaned_up() -> None:
-    app, log = make_app(), list[str]()
-    begun, go = threading.Event(), threading.Event()
+async def test_value_that_a_thread_makes_for_a_call_that_was_cancelled_is_cleaned_up() -> None:
+    app = make_app()
+    log = list[str]()
+    begun = threading.Event()
+    go = threading.Event()
 
     @app.provide(blocking=True)
     def db() -> Iterator[Db]:
@@ -233,7 +254,8 @@ async def test_a_value_that_a_thread_makes_for_a_call_that_was_cancelled_is_clea
 
 
 def test_values_that_need_an_event_loop_are_refused_without_one() -> None:
-    app, log = make_app(), list[str]()
+    app = make_app()
+    log = list[str]()
 
     @app.provide
     async def db() -> AsyncIterator[Db]:
@@ -264,7 +286,9 @@ def test_values_that_need_an_event_loop_are_refused_without_one() -> None:
 
 
 async def test_blocking_providers_run_in_threads() -> None:
-    app, threads, here = make_app(), list[bool](), threading.get_ident()
+    app = make_app()
+    threads = list[bool]()
+    here = threading.get_ident()
 
     @app.provide(blocking=True)
     def db() -> Iterator[Db]:
@@ -313,7 +337,7 @@ async def test_tools_resources_and_prompts() -> None:
     assert log.count("open") == log.count("close") == 3
 
 
-# --- commands -------------------------------------------------------------------------------------------------------------
+# --- commands -------------------------------------------------------------------------------------
 
 
 def plain_db() -> Db:
@@ -330,7 +354,7 @@ async def db_from_afar() -> Db:
 
 @pytest.mark.parametrize("blocking", [False, True])
 @pytest.mark.parametrize("provider", [plain_db, db_of_caller, db_from_afar])
-async def test_a_wrong_result_is_reported_however_the_values_are_made(
+async def test_wrong_result_is_reported_however_the_values_are_made(
     provider: Callable[..., object], blocking: bool
 ) -> None:
     app = App("test", mode="development", ledger="memory:")
@@ -345,7 +369,7 @@ async def test_a_wrong_result_is_reported_however_the_values_are_made(
     assert reason == "count must return int: result: expected int, got str"
 
 
-async def test_a_replay_makes_no_value_and_the_clean_up_comes_before_the_record() -> None:
+async def test_replay_makes_no_value_and_the_clean_up_comes_before_the_record() -> None:
     log = Log()
     app = log.app()
 
@@ -360,9 +384,13 @@ async def test_a_replay_makes_no_value_and_the_clean_up_comes_before_the_record(
 
 
 @pytest.mark.parametrize("on_crash", ["unknown", "rerun"])
-async def test_a_provider_that_raises_has_run_nothing_and_a_retry_runs(on_crash: Any) -> None:
-    app, effects = make_app(), list[str]()
-    failures: list[Exception] = [DomainError(5031, "no connection is free"), ValueError("the pool is broken")]
+async def test_provider_that_raises_has_run_nothing_and_a_retry_runs(on_crash: Any) -> None:
+    app = make_app()
+    effects = list[str]()
+    failures: list[Exception] = [
+        DomainError(5031, "no connection is free"),
+        ValueError("the pool is broken"),
+    ]
 
     @app.provide
     async def db() -> Db:
@@ -376,7 +404,11 @@ async def test_a_provider_that_raises_has_run_nothing_and_a_retry_runs(on_crash:
         return "done"
 
     refused = error(await app.handle(call("put", key="k")))
-    assert (refused["code"], refused["message"], refused["data"]) == (5031, "no connection is free", {"ran": "no"})
+    assert (refused["code"], refused["message"], refused["data"]) == (
+        5031,
+        "no connection is free",
+        {"ran": "no"},
+    )
     broken = error(await app.handle(call("put", key="k")))
     assert (broken["code"], broken["data"]["ran"]) == (-32603, "no")
     assert effects == []
@@ -385,9 +417,12 @@ async def test_a_provider_that_raises_has_run_nothing_and_a_retry_runs(on_crash:
     assert effects == ["db"]
 
 
-async def test_a_command_that_is_cancelled_while_a_value_is_made_has_run_nothing() -> None:
-    app, effects = make_app(), list[str]()
-    begun, go, held = asyncio.Event(), asyncio.Event(), list[str]()
+async def test_command_that_is_cancelled_while_a_value_is_made_has_run_nothing() -> None:
+    app = make_app()
+    effects = list[str]()
+    begun = asyncio.Event()
+    go = asyncio.Event()
+    held = list[str]()
 
     @app.provide
     async def db() -> AsyncIterator[Db]:
@@ -415,7 +450,7 @@ async def test_a_command_that_is_cancelled_while_a_value_is_made_has_run_nothing
     assert effects == ["db"]
 
 
-async def test_a_handler_that_fails_after_its_values_were_made_is_as_doubtful_as_without() -> None:
+async def test_handler_that_fails_after_its_values_were_made_has_an_unknown_outcome() -> None:
     log = Log()
     app = log.app()
 
@@ -429,7 +464,7 @@ async def test_a_handler_that_fails_after_its_values_were_made_is_as_doubtful_as
     assert error(await app.handle(call("put", key="k")))["data"]["type"] == "outcome_unknown"
 
 
-async def test_a_clean_up_that_fails_is_a_failure_of_the_handler() -> None:
+async def test_clean_up_that_fails_is_a_failure_of_the_handler() -> None:
     app = make_app()
 
     @app.provide
@@ -446,7 +481,8 @@ async def test_a_clean_up_that_fails_is_a_failure_of_the_handler() -> None:
 
 
 async def test_commit_points_and_reconcile_functions_work_with_values() -> None:
-    app, log = make_app(), list[str]()
+    app = make_app()
+    log = list[str]()
 
     @app.provide
     async def db() -> Db:
@@ -467,8 +503,10 @@ async def test_commit_points_and_reconcile_functions_work_with_values() -> None:
     assert log == ["acted", "look into db"]
 
 
-async def test_a_reconcile_function_that_blocks_runs_in_a_thread() -> None:
-    app, threads, here = make_app(), list[bool](), threading.get_ident()
+async def test_reconcile_function_that_blocks_runs_in_a_thread() -> None:
+    app = make_app()
+    threads = list[bool]()
+    here = threading.get_ident()
 
     @app.provide
     async def db() -> Db:
@@ -502,7 +540,7 @@ def test_commands_without_an_event_loop() -> None:
     assert result(app.handle_sync(call("put", key="k"))) == "db"
 
 
-async def test_a_transaction_is_there_before_the_values(tmp_path: Any) -> None:
+async def test_transaction_is_open_before_the_values_are_made(tmp_path: Any) -> None:
     app = make_app(ledger=f"sqlite:{tmp_path / 'ledger.db'}")
 
     @app.provide
@@ -521,10 +559,14 @@ async def test_a_transaction_is_there_before_the_values(tmp_path: Any) -> None:
     async with app:
         assert error(await app.handle(call("put", {"fail": True}, key="a")))["code"] == 4040
         assert result(await app.handle(call("put", {"fail": False}, key="b"))) == ["begin"]
-        assert result(await app.handle(call("put", {"fail": False}, key="c"))) == ["begin", "end", "begin"]
+        assert result(await app.handle(call("put", {"fail": False}, key="c"))) == [
+            "begin",
+            "end",
+            "begin",
+        ]
 
 
-# --- mistakes -------------------------------------------------------------------------------------------------------------
+# --- mistakes -------------------------------------------------------------------------------------
 
 
 def needs_user(user: User) -> Db:
@@ -550,7 +592,9 @@ async def in_connect(app: App) -> None:
 
 
 @pytest.mark.parametrize("start", [in_handle, in_enter, in_connect])
-async def test_an_unknown_and_a_circular_provider_are_errors_when_the_app_starts(start: Callable[[App], Any]) -> None:
+async def test_unknown_and_a_circular_provider_are_errors_when_the_app_starts(
+    start: Callable[[App], Any],
+) -> None:
     app = make_app()
     app.provide(needs_user)
     with pytest.raises(UsageError) as unknown:
@@ -560,11 +604,14 @@ async def test_an_unknown_and_a_circular_provider_are_errors_when_the_app_starts
     app.provide(needs_db)
     with pytest.raises(UsageError) as circular:
         await start(app)
-    chain = [f"{function.__name__} ({place_of(function)})" for function in (needs_user, needs_db, needs_user)]
+    chain = [
+        f"{function.__name__} ({place_of(function)})"
+        for function in (needs_user, needs_db, needs_user)
+    ]
     assert " -> ".join(chain) in str(circular.value)
 
 
-def test_two_providers_of_one_type_and_a_provider_that_comes_too_late() -> None:
+def test_providers_of_one_type_and_late_providers_are_refused() -> None:
     app = make_app()
     app.provide(needs_user)
     app.provide(needs_user)  # the same one again changes nothing
@@ -602,8 +649,10 @@ def texts() -> list[str]:
 
 
 @pytest.mark.parametrize("function", [lambda: Db(), text, maybe, gives_text, texts])
-def test_a_type_that_is_not_its_own_is_refused(function: Callable[..., object]) -> None:
-    with pytest.raises(UsageError, match="not a type of its own"):
+def test_provider_of_a_type_that_is_not_distinct_is_refused(
+    function: Callable[..., object],
+) -> None:
+    with pytest.raises(UsageError, match="not its own type"):
         make_app().provide(function)
 
 
@@ -615,7 +664,7 @@ def test_blocking_is_for_plain_functions() -> None:
         make_app().provide(blocking=True)(db)
 
 
-async def test_a_method_that_is_registered_while_the_app_serves() -> None:
+async def test_method_that_is_registered_while_the_app_serves() -> None:
     app = Log().app()
     async with app:
         await app.handle(call("rpc.discover"))

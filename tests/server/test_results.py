@@ -10,11 +10,13 @@ from typing import Annotated, Any, Literal, TypedDict, cast
 import msgspec
 import pydantic
 import pytest
+from msgspec import Raw
 from pydantic import BaseModel, Field
 
-from tests.calls import call, error, result
+from tests.calls import call, error, make_app, result
 from wirecall import App, Done, UsageError, connect
 from wirecall.mcp.types import Text, ToolResult
+from wirecall.protocol.messages import Sound
 
 
 class Price(BaseModel):
@@ -51,7 +53,9 @@ def changed_price() -> Price:
     return price
 
 
-def app_returning(declared: Any, value: Any, mode: Literal["development", "production"], **declaration: Any) -> App:
+def app_returning(
+    declared: Any, value: Any, mode: Literal["development", "production"], **declaration: Any
+) -> App:
     app = App("test", mode=mode, ledger="memory:")
 
     def f() -> Any:
@@ -84,7 +88,11 @@ MISFITS = [
         [Receipt(cast(int, "x"))],
         "f must return list[tests.server.test_results.Receipt]: result[0].number: expected int, got str",
     ),
-    (Colour, "green", "f must return Colour: result: invalid enum value 'green', expected one of red, blue"),
+    (
+        Colour,
+        "green",
+        "f must return Colour: result: invalid enum value 'green', expected one of red, blue",
+    ),
     (Annotated[int, msgspec.Meta(gt=0)], 0, "f must return int: result: expected int >= 1"),
     (Annotated[int, Field(gt=0)], 0, "f must return int: result: expected a value greater than 0"),
     (Price, {"cents": 1}, "f must return Price: result: expected Price, got dict"),
@@ -115,13 +123,17 @@ FITS = [
 
 
 @pytest.mark.parametrize(("declared", "value", "expected"), MISFITS)
-def test_development_refuses_a_result_of_another_type(declared: Any, value: Any, expected: str) -> None:
+def test_development_refuses_a_result_of_another_type(
+    declared: Any, value: Any, expected: str
+) -> None:
     assert reason(app_returning(declared, value, "development")) == expected
     assert reason(app_returning(declared, value, "production", check_result=True)) == expected
 
 
 @pytest.mark.parametrize(("declared", "value", "expected"), MISFITS)
-def test_production_sends_what_the_function_returns(declared: Any, value: Any, expected: str) -> None:
+def test_production_sends_what_the_function_returns(
+    declared: Any, value: Any, expected: str
+) -> None:
     for app in (
         app_returning(declared, value, "production"),
         app_returning(declared, value, "development", check_result=False),
@@ -130,11 +142,11 @@ def test_production_sends_what_the_function_returns(declared: Any, value: Any, e
 
 
 @pytest.mark.parametrize(("declared", "value", "expected"), FITS)
-def test_a_result_of_its_type_is_sent(declared: Any, value: Any, expected: Any) -> None:
+def test_result_of_its_type_is_sent(declared: Any, value: Any, expected: Any) -> None:
     assert result(app_returning(declared, value, "development").handle_sync(call("f"))) == expected
 
 
-async def test_the_result_of_a_verdict_is_written_like_that_of_the_function() -> None:
+async def test_result_of_a_verdict_is_written_like_that_of_the_function() -> None:
     app = App("test", ledger="memory:")
 
     @app.command(on_crash="reconcile", reconcile=lambda: Done(Price(cents=1)))
@@ -157,7 +169,10 @@ def test_raw_json_inside_of_a_result_does_not_break_the_line() -> None:
     for text in ('{\n  "a": 1\n}', '{\r\n"a": 1}', '{"a":\r1}'):
         answer = app.handle_sync(call("found", {"text": text}))
         assert answer == b'{"jsonrpc":"2.0","result":{"found":[{"a":1}]},"id":1}'
-    assert error(app.handle_sync(call("found", {"text": "{\n"}))) == {"code": -32603, "message": "Internal error"}
+    assert error(app.handle_sync(call("found", {"text": "{\n"}))) == {
+        "code": -32603,
+        "message": "Internal error",
+    }
 
 
 def test_check_result_is_a_bool() -> None:
@@ -165,7 +180,7 @@ def test_check_result_is_a_bool() -> None:
         app_returning(int, 5, "production", check_result="yes")
 
 
-async def test_a_command_whose_result_cannot_be_written_has_run() -> None:
+async def test_command_whose_result_cannot_be_written_has_run() -> None:
     class Odd(BaseModel):
         @pydantic.computed_field  # type: ignore[prop-decorator]
         @property
@@ -189,7 +204,7 @@ async def test_a_command_whose_result_cannot_be_written_has_run() -> None:
     await app.aclose()
 
 
-async def test_a_command_with_a_wrong_result_has_run(caplog: pytest.LogCaptureFixture) -> None:
+async def test_command_with_a_wrong_result_has_run(caplog: pytest.LogCaptureFixture) -> None:
     app = App("test", mode="development", ledger="memory:")
     runs = []
 
@@ -208,7 +223,7 @@ async def test_a_command_with_a_wrong_result_has_run(caplog: pytest.LogCaptureFi
     await app.aclose()
 
 
-async def test_a_tool_reports_it_and_may_always_return_content() -> None:
+async def test_tool_reports_a_wrong_result_and_may_always_return_content() -> None:
     app = App("test", mode="development", ledger="memory:")
 
     @app.query
@@ -225,10 +240,14 @@ async def test_a_tool_reports_it_and_may_always_return_content() -> None:
 
     async with connect(app, protocol="mcp") as client:
         assert (await client.call_tool("wrong", check=False)).is_error
-        assert (await client.call_tool("content")).text == (await client.call_tool("whole")).text == "hello"
+        assert (
+            (await client.call_tool("content")).text
+            == (await client.call_tool("whole")).text
+            == "hello"
+        )
 
 
-def test_a_value_that_pydantic_cannot_write_is_a_failure_of_the_function() -> None:
+def test_value_that_pydantic_cannot_write_is_a_failure_of_the_function() -> None:
     class Odd(BaseModel):
         @pydantic.computed_field  # type: ignore[prop-decorator]
         @property
@@ -239,3 +258,39 @@ def test_a_value_that_pydantic_cannot_write_is_a_failure_of_the_function() -> No
     for mode in modes:
         reply = json.loads(app_returning(Odd, Odd(), mode).handle_sync(call("f")) or b"")
         assert reply["error"] == {"code": -32603, "message": "Internal error"}
+
+
+async def test_raw_result_keeps_its_bytes() -> None:
+    """JSON that a handler passes on is written as it came: digits, order and spaces stay."""
+    app = make_app()
+    text = b'{"b":0.10, "a":1e2, "t":"\\u00e9", "n":null}'
+
+    @app.query
+    def whole() -> Any:
+        return Raw(text)
+
+    @app.query
+    def sound() -> Any:
+        return Sound(text)
+
+    @app.query
+    def part() -> Any:
+        return {"inner": Sound(text)}
+
+    for name, expected in (("whole", text), ("sound", text), ("part", b'{"inner":%b}' % text)):
+        reply = await app.handle(call(name))
+        assert reply is not None
+        assert b'"result":%b' % expected in reply
+
+
+async def test_raw_result_on_two_lines_is_written_on_one() -> None:
+    """A message on stdio is one line."""
+    app = make_app()
+
+    @app.query
+    def lines() -> Any:
+        return Raw(b'{"a":\n1}')
+
+    reply = await app.handle(call("lines"))
+    assert reply is not None and b"\n" not in reply
+    assert result(reply) == {"a": 1}

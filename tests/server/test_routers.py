@@ -9,12 +9,16 @@ import pytest
 
 from tests.calls import batch, call, error, make_app, read, result
 from wirecall import App, Context, Router, UsageError, connect
-from wirecall.declarations import Declarations
 from wirecall.protocol.params import place_of
+from wirecall.routing import Declarations
 
 PATIENCE = 60.0
 
-METHODS = {name for name, value in vars(Declarations).items() if inspect.isfunction(value) and not name.startswith("_")}
+METHODS = {
+    name
+    for name, value in vars(Declarations).items()
+    if inspect.isfunction(value) and not name.startswith("_")
+}
 DECORATORS = METHODS - {"include", "catalog"}
 
 
@@ -57,24 +61,32 @@ def orders() -> Router:
     return router
 
 
-async def test_an_app_serves_everything_of_a_router_under_its_prefix() -> None:
+async def test_app_serves_everything_of_a_router_under_its_prefix() -> None:
     app = make_app()
     app.include(orders())
     assert result(await app.handle(call("orders.count"))) == "db"
     assert result(await app.handle(call("orders.place", {"sku": "tea"}, key="k"))) == "tea"
-    assert error(await app.handle(call("orders.place", {"sku": "tea"})))["data"]["type"] == "idempotency_key_required"
+    assert (
+        error(await app.handle(call("orders.place", {"sku": "tea"})))["data"]["type"]
+        == "idempotency_key_required"
+    )
     assert error(await app.handle(call("count")))["code"] == -32601
     async with connect(app, protocol="mcp") as client:
         tools = {tool.name: tool for tool in await client.list_tools()}
-        assert set(tools) == {"orders.count", "orders.place", "orders.pack"}
-        assert (tools["orders.count"].description, tools["orders.pack"].title) == ("Count the orders.", "A tool")
+        assert set(tools) == {"orders_count", "orders_place", "orders_pack"}
+        assert (tools["orders_count"].description, tools["orders_pack"].title) == (
+            "Count the orders.",
+            "A tool",
+        )
         assert (await client.call_tool("orders.pack")).text == "packed"
         assert "order 7" in str(await client.read_resource("orders://7"))
         assert "greet ada" in str(await client.get_prompt("orders.greet", {"name": "ada"}))
 
 
 async def test_prefixes_of_routers_in_routers_are_put_together() -> None:
-    inner, outer, app = Router(prefix="items."), Router(prefix="shop."), make_app()
+    inner = Router(prefix="items.")
+    outer = Router(prefix="shop.")
+    app = make_app()
     inner.query(name="price")(lambda: 450)
     outer.include(inner, prefix="v1.")
     app.include(outer, prefix="eu.")
@@ -92,7 +104,8 @@ def second() -> int:
 
 
 def test_names_that_collide_are_an_error_with_both_places() -> None:
-    app, router = make_app(), Router(prefix="a.")
+    app = make_app()
+    router = Router(prefix="a.")
     app.query(name="a.one")(first)
     router.query(name="one")(second)
     with pytest.raises(UsageError) as collision:
@@ -112,8 +125,10 @@ def test_prompts_and_resources_that_collide_name_both_places() -> None:
         assert place_of(second) in str(collision.value)
 
 
-def test_a_router_cannot_include_itself() -> None:
-    a, b, c = Router(), Router(), Router()
+def test_router_cannot_include_itself() -> None:
+    a = Router()
+    b = Router()
+    c = Router()
     with pytest.raises(UsageError, match="cannot include itself"):
         a.include(a)
     a.include(b)
@@ -122,8 +137,9 @@ def test_a_router_cannot_include_itself() -> None:
         c.include(a)
 
 
-def test_a_declaration_after_the_include_would_be_lost_and_is_refused() -> None:
-    inner, outer = Router(), Router()
+def test_declaration_after_the_include_would_be_lost_and_is_refused() -> None:
+    inner = Router()
+    outer = Router()
     outer.include(inner)
     make_app().include(outer)
     for router in (inner, outer):
@@ -151,13 +167,22 @@ def test_tags_and_scopes_are_added_to_those_of_each_declaration() -> None:
 
             return decorate
 
-    router, outer = orders(), Router()
+    router = orders()
+    outer = Router()
     own: dict[str, Any] = {"scopes": ["own"]}
     router.query(name="late", **own)(first)
     outer.include(router, scopes=["inner"])
     Recording("x").include(outer, tags=["eu"], scopes=["outer"])
-    assert seen["query count"] == {"name": "orders.count", "tags": ["eu"], "scopes": ["outer", "inner"]}
-    assert seen["query first"] == {"name": "orders.late", "tags": ["eu"], "scopes": ["outer", "inner", "own"]}
+    assert seen["query count"] == {
+        "name": "orders.count",
+        "tags": ["eu"],
+        "scopes": ["outer", "inner"],
+    }
+    assert seen["query first"] == {
+        "name": "orders.late",
+        "tags": ["eu"],
+        "scopes": ["outer", "inner", "own"],
+    }
     assert seen["resource order"] == {"tags": ["eu"], "scopes": ["outer", "inner"]}
     assert seen["provide db"] == seen["completion names"] == {}
     seen.clear()
@@ -166,15 +191,17 @@ def test_tags_and_scopes_are_added_to_those_of_each_declaration() -> None:
     assert seen["resource order"] == {}
 
 
-def test_a_router_has_every_decorator_of_an_app() -> None:
+def test_router_has_every_decorator_of_an_app() -> None:
     assert vars(Router).keys() >= DECORATORS
 
 
-# --- removing -------------------------------------------------------------------------------------------------------------
+# --- removing -------------------------------------------------------------------------------------
 
 
-async def test_a_removed_method_is_gone_and_its_calls_in_flight_go_on() -> None:
-    app, begun, go = make_app(), asyncio.Event(), asyncio.Event()
+async def test_removed_method_is_gone_and_its_calls_in_flight_continue() -> None:
+    app = make_app()
+    begun = asyncio.Event()
+    go = asyncio.Event()
 
     @app.query
     async def slow() -> str:
@@ -203,8 +230,9 @@ async def test_a_removed_method_is_gone_and_its_calls_in_flight_go_on() -> None:
 
 
 @pytest.mark.parametrize("revision", ["2025-11-25", "2026-07-28"])
-async def test_mcp_clients_hear_that_a_tool_was_removed(revision: str) -> None:
-    app, heard = make_app(), asyncio.Event()
+async def test_removed_tool_is_announced_to_mcp_clients(revision: str) -> None:
+    app = make_app()
+    heard = asyncio.Event()
     app.query(name="one")(first)
     app.tool(name="two")(second)
     async with (
@@ -221,7 +249,7 @@ async def test_mcp_clients_hear_that_a_tool_was_removed(revision: str) -> None:
     assert heard.is_set()
 
 
-def test_what_cannot_be_removed() -> None:
+def test_remove_refuses_unknown_and_reserved_names() -> None:
     app = make_app()
     app.query(name="one")(first)
     with pytest.raises(UsageError, match=r"There is no method 'two'[\s\S]*one"):
@@ -234,8 +262,9 @@ def context_of(ctx: Context) -> str:
     return ctx.method
 
 
-async def test_a_context_has_the_whole_name() -> None:
-    app, router = make_app(), Router(prefix="a.")
+async def test_context_has_the_full_name() -> None:
+    app = make_app()
+    router = Router(prefix="a.")
     router.query(name="b")(context_of)
     app.include(router)
     assert result(await app.handle(call("a.b"))) == "a.b"

@@ -1,4 +1,6 @@
-"""HTTP: the rules by a driver in this process (`ask`), the rest by real servers in processes of their own (`serving`)."""
+"""HTTP: the rules by a driver in this process (`ask`), the rest by real servers in separate
+processes (`serving`).
+"""
 
 import asyncio
 import json
@@ -15,16 +17,20 @@ from tests.calls import make_app
 from tests.rsgi import drive
 from wirecall import Limits
 from wirecall.mcp.server.http import McpEndpoint
-from wirecall.protocol.messages import Data, Id, Sending
-from wirecall.server.identity import Identity
+from wirecall.protocol.messages import Data, Id
+from wirecall.protocol.receipt import Receipt
+from wirecall.protocol.sender import Sender
 from wirecall.transports import request
-from wirecall.transports.http_server import HttpServer, health_endpoints, rpc_endpoint
-from wirecall.transports.request import Endpoint, Headers, HttpRequest
+from wirecall.transports.health import health_endpoints
+from wirecall.transports.http_server import HttpServer
+from wirecall.transports.request import Endpoint, HttpRequest
+from wirecall.transports.rpc_endpoint import rpc_endpoint
 from wirecall.transports.serve import serve
 
 PATIENCE = 60.0
 
-LONG = 8 << 20  # bytes of an answer that the buffers between a server and a client that does not read cannot hold
+# Bytes of an answer that the buffers between a server and a client that does not read cannot hold.
+LONG = 8 << 20
 
 Pairs = Sequence[tuple[str, str]]
 LOCAL = (("host", "localhost:8420"),)
@@ -75,7 +81,9 @@ class Client:
         start, *rest = self.sent
         headers = {name.decode(): value.decode() for name, value in start["headers"]}
         is_complete = bool(rest) and not rest[-1].get("more_body", False)
-        return Reply(start["status"], headers, b"".join(event["body"] for event in rest), is_complete)
+        return Reply(
+            start["status"], headers, b"".join(event["body"] for event in rest), is_complete
+        )
 
 
 async def until_left(request: HttpRequest) -> None:
@@ -103,7 +111,7 @@ async def ask(
     host: Pairs = LOCAL,
     client: Client | None = None,
 ) -> Reply:
-    """One request; JSON, from this machine, unless told otherwise."""
+    """Send one request; by default JSON, from this machine."""
     client = client or Client(piece(body))
     pairs = [*host, *headers]
     if not any(name.lower() == "content-type" for name, _ in pairs):
@@ -113,11 +121,11 @@ async def ask(
     return client.reply if client.sent else Reply(0, {}, b"", False)
 
 
-# --- real servers ------------------------------------------------------------------------------------------------------
+# --- real servers ---------------------------------------------------------------------------------
 
 
 def make_server(limits: Limits, **options: Any) -> HttpServer:
-    """/rpc, probes, and streams that end when asked, that never end, and that never stop to write."""
+    """/rpc, probes, and streams that end when asked, that never end, and that never stop writing."""
     app = make_app(limits=limits)
     app.query(name="add")(lambda a, b: a + b)
 
@@ -131,16 +139,9 @@ def make_server(limits: Limits, **options: Any) -> HttpServer:
         os.abort()
 
     async def handle(
-        data: Data,
-        *,
-        caller: str,
-        replayed: list[Id] | None,
-        key: str | None,
-        sending: Sending,
-        identity: Identity | None,
-        headers: Headers,
+        data: Data, sender: Sender, replayed: list[Id] | None, key: str | None
     ) -> bytes | None:
-        return await app.handle(data, caller=caller, replayed=replayed)
+        return await app.handle(data, caller=sender.caller, replayed=replayed)
 
     async def polite(request: HttpRequest) -> None:
         await request.body()
@@ -182,16 +183,21 @@ def make_server(limits: Limits, **options: Any) -> HttpServer:
     async def watched(request: HttpRequest, *, is_stream: bool) -> None:
         """A long answer, and a line about its end."""
         await request.body()
-        sending = request.sending = Sending(request.watch)
-        sending.listen(lambda written: print(json.dumps(["answer", "written" if written else "lost"]), flush=True))
-        await asyncio.sleep(0)  # as the handler of a call does, so that the client is watched when the answer begins
+        receipt = request.receipt = Receipt(request.watch)
+        receipt.listen(
+            lambda written: print(
+                json.dumps(["answer", "written" if written else "lost"]), flush=True
+            )
+        )
+        # As the handler of a call does, so that the client is watched when the answer begins.
+        await asyncio.sleep(0)
         if not is_stream:
             await request.respond(200, b"x" * LONG, "text/plain")
             return
         await request.open_stream()
         await request.write(b"data: " + b"x" * LONG + b"\n\n")
         await request.close_stream()
-        sending.written()
+        receipt.written()
 
     async def shutdown(seconds: float) -> None:
         await app.aclose(seconds)
@@ -218,18 +224,19 @@ def make_server(limits: Limits, **options: Any) -> HttpServer:
 
 
 def main() -> None:
-    """The child's side: serve, and tell where by a line on stdout."""
+    """The child's side: serve, and report the address in a line on stdout."""
     options = json.loads(sys.argv[1])
     limits = Limits(**options.pop("limits"))
 
-    def told(address: str, how: str) -> None:
+    def report(address: str, how: str) -> None:
         print(json.dumps(["listening", [address, how]]), flush=True)
 
-    if without := options.pop("without"):  # a package that is not installed, as far as the server can see
+    # A package that is not installed, as far as the server can see.
+    if without := options.pop("without"):
         sys.modules[without] = None  # type: ignore[assignment]
     origins = options.pop("origins")
     request.LINGER_TIME = options.pop("linger")
-    serve(lambda: make_server(limits, origins=origins), port=0, listening=told, **options)
+    serve(lambda: make_server(limits, origins=origins), port=0, listening=report, **options)
     print(json.dumps(["returned", os.getpid()]), flush=True)
 
 
@@ -254,7 +261,7 @@ class Listening:
             writer.close()
 
     async def post(self, path: str, body: bytes = b"", *lines: bytes) -> tuple[bytes, bytes]:
-        """The head and the body of the answer to one request on a connection of its own."""
+        """Send one request on a separate connection; return the head and the body of its answer."""
         data = await self.raw(post(path, body, b"Connection: close", *lines))
         head, _, rest = data.partition(b"\r\n\r\n")
         return head.lower(), rest
@@ -268,7 +275,7 @@ class Served(Listening):
         self.process = process
         self.how = ""  # the names of server, interface and loop
 
-    async def hear(self, word: str) -> Any:
+    async def next_value(self, word: str) -> Any:
         assert self.process.stdout is not None
         async with asyncio.timeout(PATIENCE):
             line = await self.process.stdout.readline()
@@ -279,8 +286,15 @@ class Served(Listening):
 
 
 def post(path: str, body: bytes = b"", *lines: bytes, method: bytes = b"POST") -> bytes:
-    head = [method + b" " + path.encode() + b" HTTP/1.1", b"Host: localhost", b"Content-Type: application/json", *lines]
-    if not any(line.lower().startswith((b"content-length", b"transfer-encoding")) for line in lines):
+    head = [
+        method + b" " + path.encode() + b" HTTP/1.1",
+        b"Host: localhost",
+        b"Content-Type: application/json",
+        *lines,
+    ]
+    if not any(
+        line.lower().startswith((b"content-length", b"transfer-encoding")) for line in lines
+    ):
         head.append(b"Content-Length: %d" % len(body))
     return b"\r\n".join(head) + b"\r\n\r\n" + body
 
@@ -294,11 +308,26 @@ def command(
     linger: float = request.LINGER_TIME,
     **limits: Any,
 ) -> list[str]:
-    """The command line of a server; `uvicorn without httptools` is one that does not see that package."""
+    """The command line of a server; `uvicorn without httptools` is one that does not see that
+    package.
+    """
     kind, _, without = server.partition(" without ")
-    options = {"server": kind, "workers": workers, "grace": grace, "limits": limits, "without": without}
+    options = {
+        "server": kind,
+        "workers": workers,
+        "grace": grace,
+        "limits": limits,
+        "without": without,
+    }
     options |= {"origins": origins, "linger": linger}
-    return [sys.executable, "-W", "error", "-c", "from tests.transports import main; main()", json.dumps(options)]
+    return [
+        sys.executable,
+        "-W",
+        "error",
+        "-c",
+        "from tests.transports import main; main()",
+        json.dumps(options),
+    ]
 
 
 @asynccontextmanager
@@ -309,7 +338,7 @@ async def serving(server: str, **options: Any) -> AsyncIterator[Served]:
     )
     try:
         served = Served(process)
-        address, served.how = await served.hear("listening")
+        address, served.how = await served.next_value("listening")
         served.port = int(address.rpartition(":")[2])
         yield served
     finally:

@@ -1,4 +1,6 @@
-"""Without the parts of Unix that Windows lacks: modules that cannot be imported, and an event loop that watches no pipes."""
+"""Without the parts of Unix that Windows lacks: modules that cannot be imported, and an event loop
+that watches no pipes.
+"""
 
 import os
 import subprocess
@@ -8,13 +10,13 @@ import pytest
 
 from wirecall.cli.batch import InputLines
 from wirecall.errors import Gone
-from wirecall.protocol.messages import Sending
+from wirecall.protocol.receipt import Receipt
 from wirecall.transports.lines import HIGH, Output, ThreadedOutput, open_input
 
 both_ways = pytest.mark.parametrize("portable", [False, True])
 
 
-def test_every_module_can_be_imported_without_the_modules_of_unix() -> None:
+def test_modules_can_be_imported_without_the_modules_of_unix() -> None:
     script = """
 import importlib, pkgutil, sys
 for name in ("fcntl", "resource", "termios", "pty", "tty", "pwd", "grp", "syslog"):
@@ -25,26 +27,28 @@ for module in pkgutil.walk_packages(wirecall.__path__, "wirecall."):
         importlib.import_module(module.name)
 print("done")
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
     assert run.stdout == "done\n", run.stderr
 
 
 @both_ways
-async def test_everything_that_is_written_is_read(portable: bool) -> None:
+async def test_pipe_delivers_everything_that_is_written(portable: bool) -> None:
     reader, writer = os.pipe()
     output = (ThreadedOutput if portable else Output)(writer, lambda: None)
     source = open_input(reader, portable=portable)
-    sendings = [Sending() for _ in range(50)]
+    sendings = [Receipt() for _ in range(50)]
     lines = [b"%d" % n * 4000 for n in range(50)]
-    for line, sending in zip(lines, sendings, strict=True):
-        output.write(line, sending)
+    for line, receipt in zip(lines, sendings, strict=True):
+        output.write(line, receipt)
     assert output.size > HIGH  # a pipe holds less
     read = b""
     while read.count(b"\n") < 50:
         read += await source.read()
     await output.shrink(0)
     assert read == b"".join(line + b"\n" for line in lines)
-    assert all(sending.is_written for sending in sendings)
+    assert all(receipt.is_written for receipt in sendings)
     await output.send(b"more")
     await output.shrink(0)
     output.close()
@@ -55,15 +59,15 @@ async def test_everything_that_is_written_is_read(portable: bool) -> None:
 
 
 @both_ways
-async def test_a_peer_that_has_gone_is_noticed(portable: bool) -> None:
+async def test_peer_that_has_gone_is_noticed(portable: bool) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     gone: list[bool] = []
     output = (ThreadedOutput if portable else Output)(writer, lambda: gone.append(True))
-    sending = Sending()
-    output.write(b"x" * HIGH, sending)
+    receipt = Receipt()
+    output.write(b"x" * HIGH, receipt)
     await output.shrink(0)
-    assert (gone, sending.is_lost) == ([True], True)
+    assert (gone, receipt.is_lost) == ([True], True)
     with pytest.raises(Gone):
         await output.send(b"x")
     output.close()
@@ -71,7 +75,7 @@ async def test_a_peer_that_has_gone_is_noticed(portable: bool) -> None:
 
 
 @both_ways
-async def test_the_lines_of_an_input(portable: bool) -> None:
+async def test_lines_of_an_input(portable: bool) -> None:
     reader, writer = os.pipe()
     os.write(writer, b"one\n\ntwo\r\nthree")
     os.close(writer)

@@ -1,4 +1,4 @@
-"""Real servers: stopping, dead and slow peers, headers as they come."""
+"""Real servers: stopping, dead and slow peers, unusual headers."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ from tests.rsgi import Fields
 from tests.size import sized
 from tests.transports import LONG, PATIENCE, Listening, Served, command, make_server, post, serving
 from wirecall import Limits, UsageError
-from wirecall.protocol.messages import Sending
+from wirecall.protocol.receipt import Receipt
 from wirecall.transports.http_server import HttpServer
 from wirecall.transports.request import HttpRequest
 from wirecall.transports.serve import Uvicorn, bind, serve, serve_until
@@ -50,17 +50,19 @@ def shared(request: pytest.FixtureRequest) -> Iterator[Listening]:
 
 
 async def ends(served: Served, number: signal.Signals = signal.SIGTERM) -> float:
-    """Seconds from the signal to the end, which must be a good one, within PATIENCE: cleanup done, exit code 0."""
+    """Seconds from the signal to the end, which must be a good one, within PATIENCE: cleanup done,
+    exit code 0.
+    """
     began = time.monotonic()
     served.process.send_signal(number)
-    await served.hear("closed")
-    await served.hear("returned")
+    await served.next_value("closed")
+    await served.next_value("returned")
     async with asyncio.timeout(PATIENCE):
         assert await served.process.wait() == 0
     return time.monotonic() - began
 
 
-async def test_a_call_is_answered(shared: Listening) -> None:
+async def test_call_is_answered(shared: Listening) -> None:
     head, body = await shared.post("/rpc", ADD)
     assert head.startswith(b"http/1.1 200")
     assert json.loads(body)["result"] == 3
@@ -79,20 +81,20 @@ async def test_a_call_is_answered(shared: Listening) -> None:
         ("uvicorn without uvloop", "uvicorn (ASGI, asyncio)"),
     ],
 )
-async def test_the_first_line_says_how_it_serves(server: str, how: str) -> None:
+async def test_first_line_says_how_it_serves(server: str, how: str) -> None:
     async with serving(server) as served:
         assert served.how == how
         assert b'"result":3' in (await served.post("/rpc", ADD))[1]
         assert await ends(served) < PATIENCE
 
 
-async def test_a_value_that_is_not_ascii_is_not_lost(shared: Listening) -> None:
+async def test_header_value_that_is_not_ascii_is_not_lost(shared: Listening) -> None:
     assert (await shared.post("/rpc", ADD, b"X-Name: J\xf6rg"))[0].split(b" ")[1] == b"200"
     head, body = await shared.post("/rpc", ADD, b"Idempotency-Key: schl\xfcssel")
     assert (head.split(b" ")[1], b"expected ASCII" in body) == (b"400", True)
 
 
-async def test_a_stream_whose_endpoint_fails_does_not_look_complete(shared: Listening) -> None:
+async def test_stream_whose_endpoint_fails_does_not_look_complete(shared: Listening) -> None:
     for _ in range(5):
         assert not (await shared.raw(post("/broken"))).endswith(b"0\r\n\r\n")
     assert b'"result":3' in (await shared.post("/rpc", ADD))[1]
@@ -109,7 +111,7 @@ async def test_many_calls_on_one_connection(shared: Listening) -> None:
     writer.close()
 
 
-async def test_a_body_in_drops_is_put_together(shared: Listening) -> None:
+async def test_body_in_single_bytes_is_put_together(shared: Listening) -> None:
     reader, writer = await shared.connect()
     head = post("/rpc", b"", b"Transfer-Encoding: chunked", b"Connection: close")
     writer.write(head)
@@ -131,14 +133,18 @@ async def test_malformed_chunks_are_400(shared: Listening, path: str) -> None:
         b"1\r\n{\r\nzz\r\n",
         b"1\r\n{\r\n0\r\nno field\r\n\r\n",
     ):
-        head = await shared.raw(post(path, chunks, b"Transfer-Encoding: chunked", b"Connection: close"))
+        head = await shared.raw(
+            post(path, chunks, b"Transfer-Encoding: chunked", b"Connection: close")
+        )
         assert head.split(b" ")[1] == b"400", (chunks, head)
     assert (await shared.post("/rpc", ADD))[0].startswith(b"http/1.1 200")
 
 
 # Over ASGI, granian does not show the host of a target to an application.
-@pytest.mark.parametrize("shared", [each for each in SERVERS if each != "granian-asgi"], indirect=True)
-async def test_an_absolute_target_names_a_host_of_ours(shared: Listening) -> None:
+@pytest.mark.parametrize(
+    "shared", [each for each in SERVERS if each != "granian-asgi"], indirect=True
+)
+async def test_absolute_target_must_name_an_own_host(shared: Listening) -> None:
     for target, status in {
         "http://evil.example/rpc": b"403",
         "http://localhost@evil.example/rpc?x": b"403",
@@ -147,7 +153,7 @@ async def test_an_absolute_target_names_a_host_of_ours(shared: Listening) -> Non
         assert (await shared.post(target, ADD))[0].split(b" ")[1] == status, target
 
 
-async def test_values_come_without_the_blanks_around_them_and_doubles_are_seen(shared: Listening) -> None:
+async def test_header_values_are_stripped_and_duplicates_are_seen(shared: Listening) -> None:
     _, body = await shared.post("/headers", b"", b"X-A:  one  ", b"X-A: two\t", b"X-Empty:")
     seen = json.loads(body)
     assert seen["x-a"] == ["one", "two"]
@@ -166,7 +172,7 @@ async def test_host_and_origin_are_checked(shared: Listening) -> None:
         assert (await shared.raw(data)).split(b" ")[1] == status, head
 
 
-async def test_a_browser_asks_and_reads(shared: Listening) -> None:
+async def test_browser_asks_and_reads(shared: Listening) -> None:
     page = b"Origin: https://app.example"
     for path in ("/rpc", "/mcp"):
         asked = post(
@@ -182,7 +188,7 @@ async def test_a_browser_asks_and_reads(shared: Listening) -> None:
         assert json.loads(body)["error"]["code"] == -32700
 
 
-async def test_a_body_over_the_limit_is_refused_before_it_is_sent(shared: Listening) -> None:
+async def test_body_over_the_limit_is_refused_before_it_is_sent(shared: Listening) -> None:
     head = await shared.raw(post("/rpc", b"", b"Content-Length: 1001"))
     assert b" 413 " in head
     assert b'"limit":"bytes_in"' in head
@@ -191,22 +197,24 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_sent(shared: Listen
 
 
 @every_server
-async def test_a_client_that_sends_everything_before_it_reads_gets_the_reason(server: str) -> None:
+async def test_client_that_sends_everything_before_it_reads_gets_the_reason(server: str) -> None:
     def upload() -> int:
         connection = HTTPConnection("127.0.0.1", served.port, timeout=PATIENCE)
         with closing(connection):
-            connection.request("POST", "/rpc", b" " * (16 << 20), {"Content-Type": "application/json"})
+            connection.request(
+                "POST", "/rpc", b" " * (16 << 20), {"Content-Type": "application/json"}
+            )
             return connection.getresponse().status
 
     async with serving(server, linger=PATIENCE) as served:
         assert await asyncio.to_thread(upload) == 413
 
 
-async def test_a_header_over_the_limit_is_refused(shared: Listening) -> None:
+async def test_header_over_the_limit_is_refused(shared: Listening) -> None:
     assert b" 431 " in (await shared.raw(post("/rpc", ADD, b"X-Long: " + b"x" * 9000)))[:20]
 
 
-async def test_a_header_without_an_end_is_refused(shared: Listening) -> None:
+async def test_header_without_an_end_is_refused(shared: Listening) -> None:
     reader, writer = await shared.connect()
     writer.write(b"POST /rpc HTTP/1.1\r\nHost: localhost\r\nX-Long: ")
     async with asyncio.timeout(PATIENCE):
@@ -224,7 +232,7 @@ async def test_a_header_without_an_end_is_refused(shared: Listening) -> None:
 
 
 @every_server
-async def test_a_request_that_does_not_come_is_given_up(server: str) -> None:
+async def test_request_that_does_not_arrive_times_out(server: str) -> None:
     async with serving(server, body_time=1.0) as served:
         slow = [b"", b"POST /rpc HT", post("/rpc", b"", b"Content-Length: 10") + b"{"]
         answers = await asyncio.gather(*map(served.raw, slow))
@@ -232,12 +240,14 @@ async def test_a_request_that_does_not_come_is_given_up(server: str) -> None:
         assert not any(b" 200 " in answer for answer in answers)
 
 
-# --- stopping ----------------------------------------------------------------------------------------------------------
+# --- stopping -------------------------------------------------------------------------------------
 
 
 @both
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_ends_it_with_0_after_cleanup(server: str, number: signal.Signals) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+async def test_signal_ends_the_server_with_0_after_cleanup(
+    server: str, number: signal.Signals
+) -> None:
     async with serving(server, grace=2 * PATIENCE) as served:
         _, idle = await served.connect()
         assert (await served.post("/rpc", ADD))[0].startswith(b"http/1.1 200")
@@ -269,7 +279,9 @@ async def test_streams_that_do_not_end_are_cut_in_time(server: str) -> None:
         streams = [await opened(served, "/stubborn") for _ in range(20)]
         assert await ends(served) > 2.5, "three seconds are the streams'"
         for reader, writer in streams:
-            assert b"0\r\n\r\n" not in await reader.read(), "the stream looks as if it were complete"
+            assert b"0\r\n\r\n" not in await reader.read(), (
+                "the stream looks as if it were complete"
+            )
             writer.close()
 
 
@@ -285,14 +297,17 @@ async def test_dead_peers_do_not_delay_the_end(server: str) -> None:
 
 
 @both
-async def test_a_thread_that_does_not_end_delays_nothing(server: str) -> None:
-    """Nobody can end a thread. The application is closed, and the process goes in time all the same."""
+async def test_thread_that_does_not_end_delays_nothing(server: str) -> None:
+    """A thread cannot be ended.
+
+    The application is still closed, and the process still ends in time.
+    """
     async with serving(server, grace=2.0) as served:
         _, writer = await served.connect()
         writer.write(post("/rpc", call("nap", {"seconds": 2 * PATIENCE})))
-        await served.hear("napping")
+        await served.next_value("napping")
         served.process.send_signal(signal.SIGTERM)
-        await served.hear("closed")
+        await served.next_value("closed")
         async with asyncio.timeout(PATIENCE):
             assert await served.process.wait() == 0
         writer.close()
@@ -311,22 +326,22 @@ async def test_clients_that_leave_at_the_end_do_not_disturb_the_server(server: s
 
 
 @both
-async def test_several_workers(server: str) -> None:
+async def test_workers_serve_and_stop_together(server: str) -> None:
     async with serving(server, workers=2, grace=5.0) as served:
         for _ in range(10):
             assert (await served.post("/rpc", ADD))[0].startswith(b"http/1.1 200")
         _, writer = await opened(served, "/stubborn")
         served.process.send_signal(signal.SIGTERM)
-        await served.hear("closed")
-        await served.hear("closed")
-        await served.hear("returned")
+        await served.next_value("closed")
+        await served.next_value("closed")
+        await served.next_value("returned")
         assert await served.process.wait() == 0
         writer.close()
 
 
 @both
-async def test_a_query_that_crashes_its_worker_does_not_end_the_server(server: str) -> None:
-    """However often it is called: workers come back."""
+async def test_query_that_crashes_its_worker_does_not_end_the_server(server: str) -> None:
+    """Workers restart, however often it is called."""
     async with serving(server, workers=2, grace=5.0) as served:
 
         async def answer(message: bytes) -> bytes:
@@ -349,11 +364,16 @@ async def test_a_query_that_crashes_its_worker_does_not_end_the_server(server: s
 
 @both
 async def test_sockets_send_without_delay_and_the_kernel_ends_dead_readers(server: Any) -> None:
-    """Small pieces of a stream leave at once, and a client that takes no byte for `write_time` is cut."""
-    stop, listening = asyncio.Event(), asyncio.Event()
+    """Small pieces of a stream leave at once, and a client that takes no byte for `write_time` is
+    cut.
+    """
+    stop = asyncio.Event()
+    listening = asyncio.Event()
     with bind("127.0.0.1", 0) as bound:
         app = make_server(Limits(write_time=7.0))
-        running = asyncio.create_task(serve_until(app, bound, server=server, stop=stop, serving=listening.set))
+        running = asyncio.create_task(
+            serve_until(app, bound, server=server, stop=stop, serving=listening.set)
+        )
         async with asyncio.timeout(PATIENCE):
             await listening.wait()
             reader, writer = await asyncio.open_connection(*bound.getsockname())
@@ -365,15 +385,20 @@ async def test_sockets_send_without_delay_and_the_kernel_ends_dead_readers(serve
                     if each.getpeername() == writer.get_extra_info("sockname"):
                         accepted.append(each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
                         if sys.platform == "linux":
-                            accepted.append(each.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+                            accepted.append(
+                                each.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+                            )
             assert accepted == ([1, 7000] if sys.platform == "linux" else [1])
             stop.set()
             await running
         writer.close()
 
 
-def test_a_port_in_use_has_a_readable_error() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UsageError, match="use another port="):
+def test_port_in_use_has_a_readable_error() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(UsageError, match="use another port="),
+    ):
         bind("127.0.0.1", taken.getsockname()[1])
     with bind("127.0.0.1", 0) as ours:
         ours.listen()
@@ -382,16 +407,20 @@ def test_a_port_in_use_has_a_readable_error() -> None:
     for port in (-1, 65_536):  # the system would take it modulo 65536
         with pytest.raises(UsageError, match=f"port must be a number from 0 to 65535, got {port}"):
             bind("127.0.0.1", port)
-    with pytest.raises(UsageError, match="server must be one of granian, granian-asgi, uvicorn, got 'apache'"):
+    with pytest.raises(
+        UsageError, match="server must be one of granian, granian-asgi, uvicorn, got 'apache'"
+    ):
         serve(lambda: None, server="apache")  # type: ignore[arg-type, return-value]
 
 
-# --- slow and dead peers -----------------------------------------------------------------------------------------------
+# --- slow and dead peers --------------------------------------------------------------------------
 
 
 @contextmanager
-def peers(served: Served, count: int, data: bytes, buffer: int = 4096) -> Iterator[list[socket.socket]]:
-    """Clients that say this, and then neither read nor write nor leave."""
+def peers(
+    served: Served, count: int, data: bytes, buffer: int = 4096
+) -> Iterator[list[socket.socket]]:
+    """Yield clients that send this, and then do not read, write or leave."""
     with ExitStack() as stack:
         opened = []
         for _ in range(count):
@@ -404,9 +433,12 @@ def peers(served: Served, count: int, data: bytes, buffer: int = 4096) -> Iterat
         yield opened
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="counts the files of the server, and TCP_USER_TIMEOUT is Linux's")
+@pytest.mark.skipif(
+    sys.platform != "linux",
+    reason="counts the files of the server, and TCP_USER_TIMEOUT is Linux's",
+)
 @every_server
-async def test_a_client_that_does_not_read_is_cut(server: str) -> None:
+async def test_client_that_does_not_read_is_cut(server: str) -> None:
     async with serving(server, write_time=1.0) as served:
         files = Path(f"/proc/{served.process.pid}/fd")
         assert (await served.post("/rpc", ADD))[0].startswith(b"http/1.1 200")
@@ -420,29 +452,40 @@ async def test_a_client_that_does_not_read_is_cut(server: str) -> None:
                 assert (await served.post("/rpc", ADD))[0].startswith(b"http/1.1 200")
                 await eventually(are_cut)
                 assert (await served.post("/rpc", ADD))[0].startswith(b"http/1.1 200")
-                assert all(peer.recv(12) == b"HTTP/1.1 200" for peer in silent), f"a peer was not served: {path}"
+                assert all(peer.recv(12) == b"HTTP/1.1 200" for peer in silent), (
+                    f"a peer was not served: {path}"
+                )
 
 
 @every_server
 @pytest.mark.parametrize("path", ["/watched", "/watched-stream"])
-async def test_an_answer_that_a_client_leaves_in_the_middle_is_lost(server: str, path: str) -> None:
-    """Also if the server takes all pieces without waiting, because the client has left. One that is read is written."""
+async def test_answer_whose_client_leaves_in_the_middle_is_lost(server: str, path: str) -> None:
+    """Also if the server takes all pieces at once, because the client has left.
+
+    An answer that is read is written.
+    """
     async with serving(server) as served:
         for nth in range(sized(small=4, full=10)):
             with peers(served, 1, post(path)) as (peer,):
                 assert len(await asyncio.to_thread(peer.recv, 100)) == 100
-                for _ in range(nth % 2 * 5):  # every other time the server has a moment to write all that it can
+                # Every other time the server has time to write all that it can.
+                for _ in range(nth % 2 * 5):
                     await served.post("/rpc", ADD)
-            assert await served.hear("answer") == "lost"
+            assert await served.next_value("answer") == "lost"
             _, body = await served.post(path)
             assert body.count(b"x") == LONG
-            assert await served.hear("answer") == "written"
+            assert await served.next_value("answer") == "written"
 
 
 class ClosedAtOnce:
-    """RSGI over a real connection, which client and server have closed by the time the server has taken the last piece."""
+    """RSGI over a real connection, which client and server have closed by the time the server has
+    taken the last piece.
+    """
 
-    proto, method, path, authority = "http", "POST", "/", None
+    proto = "http"
+    method = "POST"
+    path = "/"
+    authority = None
     headers = Fields([(b"host", b"localhost"), (b"content-length", b"0")])
 
     def __init__(self, length: int) -> None:
@@ -450,6 +493,7 @@ class ClosedAtOnce:
             self.reader = socket.create_connection(listener.getsockname())
             self.writer, _ = listener.accept()
         self.client = ":".join(map(str, self.reader.getsockname()))
+        self.server = "127.0.0.1:0"
         self.left = length
         for end in (self.reader, self.writer):
             end.setblocking(False)
@@ -477,13 +521,15 @@ class ClosedAtOnce:
             self.writer.shutdown(socket.SHUT_RDWR)  # and the process still has the file
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="finds the socket among the files of the process")
-async def test_an_answer_that_was_read_is_written_however_soon_its_connection_closes() -> None:
-    told: list[bool] = []
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="finds the socket among the files of the process"
+)
+async def test_answer_that_was_read_is_written_however_soon_its_connection_closes() -> None:
+    written: list[bool] = []
 
     async def endpoint(request: HttpRequest) -> None:
-        request.sending = Sending(request.watch)
-        request.sending.listen(told.append)
+        request.receipt = Receipt(request.watch)
+        request.receipt.listen(written.append)
         await request.respond(200, b"x" * length)
 
     length = 1 << 20
@@ -491,7 +537,7 @@ async def test_an_answer_that_was_read_is_written_however_soon_its_connection_cl
     async with asyncio.timeout(PATIENCE):
         await HttpServer({"/": endpoint}).__rsgi__(cast(Any, connection), connection)
     connection.writer.close()
-    assert (connection.left, told) == (0, [True])
+    assert (connection.left, written) == (0, [True])
 
 
 def reset(connection: socket.socket) -> None:
@@ -501,7 +547,7 @@ def reset(connection: socket.socket) -> None:
 
 @contextmanager
 def held(served: Served) -> Iterator[None]:
-    """The server is busy: everything that happens meanwhile meets it at once."""
+    """Stop the server for the block: it sees all events of that time at once."""
     served.process.send_signal(signal.SIGSTOP)
     try:
         yield
@@ -511,7 +557,9 @@ def held(served: Served) -> Iterator[None]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the files of the server")
 @every_server
-async def test_a_connection_that_is_reset_before_it_is_accepted_leaves_nothing_behind(server: str) -> None:
+async def test_connection_that_is_reset_before_it_is_accepted_leaves_nothing_behind(
+    server: str,
+) -> None:
     async with serving(server) as served:
         await served.post("/rpc", ADD)
         folder = f"/proc/{served.process.pid}/fd"
@@ -540,13 +588,16 @@ class FromOnePort(asyncio.Transport):
     def close(self) -> None: ...
 
 
-async def test_a_client_may_come_back_from_the_port_of_a_connection_that_it_has_reset() -> None:
-    """The server may see the new connection before it hears of the end of the old one: about once in 300 times."""
+async def test_client_may_reconnect_from_the_port_of_a_connection_that_it_has_reset() -> None:
+    """The server may see the new connection before the end of the old one: about once in 300 times."""
     with bind("127.0.0.1", 0) as bound:
         front = Uvicorn(make_server(Limits()), bound)
         config: Any = front._server.config
         state = front._server.server_state
-        first, second = [config.http_protocol_class(config=config, server_state=state, app_state={}) for _ in range(2)]
+        first, second = [
+            config.http_protocol_class(config=config, server_state=state, app_state={})
+            for _ in range(2)
+        ]
         first.connection_made(FromOnePort())
         second.connection_made(FromOnePort())
         first.connection_lost(None)
@@ -556,7 +607,7 @@ async def test_a_client_may_come_back_from_the_port_of_a_connection_that_it_has_
 
 
 @both
-async def test_500_dead_peers_do_not_delay_other_clients(server: str) -> None:
+async def test_dead_peers_do_not_delay_other_clients(server: str) -> None:
     count = min(500, (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 200) // 2)
     share = count // 4
     drip = post("/rpc", b"", b"Content-Length: 100")

@@ -18,9 +18,13 @@ every_server = pytest.mark.parametrize("server", ["granian", "granian-asgi", "uv
 
 @asynccontextmanager
 async def served(app: App, **options: Any) -> AsyncIterator[tuple[str, "asyncio.Task[None]"]]:
-    """Serve an app at a free port, until the block ends; give its address and the task that serves it."""
+    """Serve an app at a free port, until the block ends; give its address and the task that serves
+    it.
+    """
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    task: asyncio.Task[Any] = asyncio.create_task(app.serve(port=0, listening=address.set_result, **options))
+    task: asyncio.Task[Any] = asyncio.create_task(
+        app.serve(port=0, listening=address.set_result, **options)
+    )
     async with asyncio.timeout(PATIENCE):
         started: list[asyncio.Future[Any]] = [task, address]
         await asyncio.wait(started, return_when=asyncio.FIRST_COMPLETED)
@@ -32,7 +36,7 @@ async def served(app: App, **options: Any) -> AsyncIterator[tuple[str, "asyncio.
 
 
 async def refuses(address: str) -> None:
-    """Wait until no further connection comes in."""
+    """Wait until the server accepts no more connections."""
     while True:
         try:
             _, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
@@ -46,9 +50,10 @@ async def refuses(address: str) -> None:
 
 
 @every_server
-async def test_two_apps_are_served_in_one_loop(server: Any) -> None:
+async def test_serve_runs_two_apps_in_one_loop(server: Any) -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    shop, bank = App("shop"), App("bank")
+    shop = App("shop")
+    bank = App("bank")
     shop.query(name="price")(lambda sku: {"tea": 450}[sku])
     bank.query(name="balance")(lambda: 7)
     async with served(shop, server=server) as (one, _), served(bank, server=server) as (two, task):
@@ -67,9 +72,10 @@ async def test_two_apps_are_served_in_one_loop(server: Any) -> None:
 
 
 @every_server
-async def test_a_cancel_lets_calls_in_flight_end_and_leaves_the_lifespan(server: Any) -> None:
+async def test_cancel_lets_calls_in_flight_end_and_leaves_the_lifespan(server: Any) -> None:
     life: list[str] = []
-    entered, gate = asyncio.Event(), asyncio.Event()
+    entered = asyncio.Event()
+    gate = asyncio.Event()
 
     @asynccontextmanager
     async def lifespan(_: App) -> AsyncIterator[None]:
@@ -86,7 +92,10 @@ async def test_a_cancel_lets_calls_in_flight_end_and_leaves_the_lifespan(server:
         life.append("paid")
         return "paid"
 
-    async with served(app, server=server, grace=PATIENCE) as (address, task), connect(f"{address}/rpc") as client:
+    async with (
+        served(app, server=server, grace=PATIENCE) as (address, task),
+        connect(f"{address}/rpc") as client,
+    ):
         paying = asyncio.create_task(client.call("pay"))
         await entered.wait()
         task.cancel()
@@ -100,8 +109,10 @@ async def test_a_cancel_lets_calls_in_flight_end_and_leaves_the_lifespan(server:
 
 
 @every_server
-async def test_calls_that_do_not_end_are_left_when_the_grace_time_is_over(server: Any) -> None:
-    app, entered, ended = App("shop"), asyncio.Event(), asyncio.Event()
+async def test_calls_that_do_not_end_are_abandoned_after_the_grace_time(server: Any) -> None:
+    app = App("shop")
+    entered = asyncio.Event()
+    ended = asyncio.Event()
 
     @app.query
     async def wait() -> None:
@@ -111,7 +122,10 @@ async def test_calls_that_do_not_end_are_left_when_the_grace_time_is_over(server
         finally:
             ended.set()
 
-    async with served(app, server=server, grace=0.5) as (address, task), connect(f"{address}/rpc") as client:
+    async with (
+        served(app, server=server, grace=0.5) as (address, task),
+        connect(f"{address}/rpc") as client,
+    ):
         waiting = asyncio.create_task(client.call("wait", timeout=PATIENCE))
         await entered.wait()
         task.cancel()
@@ -122,8 +136,10 @@ async def test_calls_that_do_not_end_are_left_when_the_grace_time_is_over(server
 
 
 @every_server
-async def test_a_second_cancel_ends_the_stop(server: Any) -> None:
-    app, entered, ended = App("shop"), asyncio.Event(), asyncio.Event()
+async def test_second_cancel_aborts_the_shutdown(server: Any) -> None:
+    app = App("shop")
+    entered = asyncio.Event()
+    ended = asyncio.Event()
 
     @app.query
     async def wait() -> None:
@@ -133,7 +149,10 @@ async def test_a_second_cancel_ends_the_stop(server: Any) -> None:
         finally:
             ended.set()
 
-    async with served(app, server=server, grace=2 * PATIENCE) as (address, task), connect(f"{address}/rpc") as client:
+    async with (
+        served(app, server=server, grace=2 * PATIENCE) as (address, task),
+        connect(f"{address}/rpc") as client,
+    ):
         waiting = asyncio.create_task(client.call("wait", timeout=PATIENCE))
         await entered.wait()
         task.cancel()
@@ -147,17 +166,24 @@ async def test_a_second_cancel_ends_the_stop(server: Any) -> None:
 
 async def test_mistakes_are_named() -> None:
     app: Any = App("shop")
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UsageError, match="use another port="):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(UsageError, match="use another port="),
+    ):
         await app.serve(port=taken.getsockname()[1])
-    with pytest.raises(UsageError, match="server must be one of granian, granian-asgi, uvicorn, got 'apache'"):
+    with pytest.raises(
+        UsageError, match="server must be one of granian, granian-asgi, uvicorn, got 'apache'"
+    ):
         await app.serve(server="apache")
     with pytest.raises(UsageError, match=r"serve\(\) has no option 'prot'[\s\S]*use port="):
         await app.serve(prot=80)
-    with pytest.raises(UsageError, match=r"serve\(\) takes its options by name[\s\S]*use host='127.0.0.1'"):
+    with pytest.raises(
+        UsageError, match=r"serve\(\) takes its options by name[\s\S]*use host='127.0.0.1'"
+    ):
         await app.serve("127.0.0.1")
 
 
-async def test_a_start_that_fails_is_raised() -> None:
+async def test_start_that_fails_is_raised() -> None:
     @asynccontextmanager
     async def lifespan(_: App) -> AsyncIterator[None]:
         raise ValueError("no database")
@@ -168,11 +194,13 @@ async def test_a_start_that_fails_is_raised() -> None:
             await task
 
 
-async def test_without_a_function_the_address_is_on_stderr(capfd: pytest.CaptureFixture[str]) -> None:
-    async def told() -> bool:
+async def test_serve_prints_the_address_on_stderr_by_default(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    async def is_printed() -> bool:
         return "Listening on http://127.0.0.1:" in capfd.readouterr().err  # one write
 
     task = asyncio.create_task(App("shop").serve(port=0))
-    await eventually(told)
+    await eventually(is_printed)
     task.cancel()
     await asyncio.wait({task})

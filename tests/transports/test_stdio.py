@@ -1,4 +1,6 @@
-"""stdio, through real processes: a server is started, lines are written, and what comes back is read, with a time limit."""
+"""stdio, through real processes: a server is started, lines are written, and what comes back is
+read, with a time limit.
+"""
 
 import asyncio
 import contextlib
@@ -18,7 +20,7 @@ import msgspec
 import pytest
 
 from wirecall.errors import Gone
-from wirecall.protocol.messages import Sending
+from wirecall.protocol.receipt import Receipt
 from wirecall.transports.lines import HIGH, Output, Splitter
 from wirecall.transports.stdio import serve_streams
 
@@ -105,7 +107,8 @@ def leave_mark(text: str) -> str:
 def noisy() -> str:
     print("from print")
     early.write("from an early stdout\\n")
-    subprocess.run([sys.executable, "-c", "import sys; print('from a child', repr(sys.stdin.read()))"], check=True)
+    child = "import sys; print('from a child', repr(sys.stdin.read()))"
+    subprocess.run([sys.executable, "-c", child], check=True)
     ctypes.CDLL(None).printf(b"from C\\n")
     try:
         return input("from input")
@@ -118,7 +121,7 @@ class Plain:
     def __init__(self, send):
         self.send = send
 
-    def handle(self, line, sending):
+    def handle(self, line, receipt):
         return app.handle(line)
 
     def ending(self):
@@ -136,7 +139,8 @@ stdio.serve(Plain, grace=grace, cleanup=cleanup, limits=limits, portable=PORTABL
 if "quiet" not in sys.argv:
     print("after")
 """.replace("PATIENCE", str(PATIENCE))
-WATCHED, THREADS = SERVER.replace("PORTABLE", "False"), SERVER.replace("PORTABLE", "True")
+WATCHED = SERVER.replace("PORTABLE", "False")
+THREADS = SERVER.replace("PORTABLE", "True")
 
 
 class Server:
@@ -145,9 +149,13 @@ class Server:
     def __init__(self, source: str, *arguments: object) -> None:
         command = [sys.executable, "-c", source, *map(str, arguments)]
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, env=ENVIRONMENT)
+        self.process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, env=ENVIRONMENT
+        )
         assert self.process.stdin and self.process.stdout and self.process.stderr
-        self.stdin, self.stdout, self.stderr = self.process.stdin, self.process.stdout, self.process.stderr
+        self.stdin = self.process.stdin
+        self.stdout = self.process.stdout
+        self.stderr = self.process.stderr
         self._read = {self.stdout.fileno(): bytearray(), self.stderr.fileno(): bytearray()}
 
     def write(self, *lines: bytes) -> None:
@@ -158,9 +166,12 @@ class Server:
 
     def line(self, stream: Any) -> bytes:
         fd = stream.fileno()
-        buffer, deadline = self._read[fd], time.monotonic() + PATIENCE
+        buffer = self._read[fd]
+        deadline = time.monotonic() + PATIENCE
         while b"\n" not in buffer:
-            assert select.select([fd], [], [], max(0, deadline - time.monotonic()))[0], f"no line; so far: {bytes(buffer)!r}"
+            assert select.select([fd], [], [], max(0, deadline - time.monotonic()))[0], (
+                f"no line; so far: {bytes(buffer)!r}"
+            )
             data = os.read(fd, 1 << 16)
             assert data, f"closed; so far: {bytes(buffer)!r}"
             buffer += data
@@ -175,11 +186,14 @@ class Server:
         return self.line(self.stderr).decode()
 
     def end(self) -> tuple[int, bytes, str]:
-        """Close stdin and wait: the exit code, and what is left on stdout and stderr."""
+        """Close stdin and wait; return the exit code and the rest of stdout and stderr."""
         if not self.stdin.closed:
             self.stdin.close()
         self.process.stdin = None
-        before = [b"" if stream.closed else bytes(self._read[stream.fileno()]) for stream in (self.stdout, self.stderr)]
+        before = [
+            b"" if stream.closed else bytes(self._read[stream.fileno()])
+            for stream in (self.stdout, self.stderr)
+        ]
         out, err = self.process.communicate(timeout=PATIENCE)
         return self.process.returncode, before[0] + (out or b""), (before[1] + err).decode()
 
@@ -193,7 +207,9 @@ class Server:
 
 @pytest.fixture(params=[WATCHED, THREADS], ids=["watched", "threads"])
 def start(request: pytest.FixtureRequest) -> Iterator[Callable[..., Server]]:
-    """Start servers, by both ways to read and write: the event loop watches the pipes, or threads wait for them."""
+    """Start servers, by both ways to read and write: the event loop watches the pipes, or threads
+    wait for them.
+    """
     servers: list[Server] = []
 
     def start(*arguments: object) -> Server:
@@ -211,17 +227,22 @@ def server(start: Callable[..., Server]) -> Server:
 
 
 def call(id: int, method: str, *params: Any) -> bytes:
-    return msgspec.json.encode({"jsonrpc": "2.0", "method": method, "params": params, "id": id}) + b"\n"
+    return (
+        msgspec.json.encode({"jsonrpc": "2.0", "method": method, "params": params, "id": id})
+        + b"\n"
+    )
 
 
 def answers(output: bytes) -> dict[int, Any]:
-    return {answer["id"]: answer["result"] for answer in map(msgspec.json.decode, output.splitlines())}
+    return {
+        answer["id"]: answer["result"] for answer in map(msgspec.json.decode, output.splitlines())
+    }
 
 
-# --- lines -------------------------------------------------------------------------------------------------------------
+# --- lines ----------------------------------------------------------------------------------------
 
 
-def test_a_call_is_answered_and_eof_ends_the_process(server: Server) -> None:
+def test_call_is_answered_and_eof_ends_the_process(server: Server) -> None:
     server.write(call(1, "add", 1, 2))
     assert server.answer() == {"jsonrpc": "2.0", "result": 3, "id": 1}
     code, out, err = server.end()
@@ -235,14 +256,18 @@ def test_line_ends_and_blank_lines(server: Server) -> None:
     assert answers(out.removesuffix(b"after\n")) == {1: 2, 2: 4}
 
 
-@pytest.mark.parametrize("garbage", [b"\x00\x01\xfe\xff", b'{"jsonrpc":"2.0","method":"\xff","id":1}', b"{", b"nonsense"])
+@pytest.mark.parametrize(
+    "garbage", [b"\x00\x01\xfe\xff", b'{"jsonrpc":"2.0","method":"\xff","id":1}', b"{", b"nonsense"]
+)
 def test_garbage_is_answered_and_the_next_line_is_served(server: Server, garbage: bytes) -> None:
     server.write(garbage + b"\n", call(1, "add", 1, 2))
     assert server.answer()["error"]["code"] == -32700
     assert server.answer()["result"] == 3
 
 
-def test_a_line_that_is_too_long_is_refused_before_it_ends_and_the_next_one_is_served(server: Server) -> None:
+def test_line_that_is_too_long_is_refused_before_it_ends_and_the_next_one_is_served(
+    server: Server,
+) -> None:
     server.write(b'"' + b"x" * 300_000)
     refused = server.answer()["error"]
     assert refused["code"] == -32600 and refused["data"]["limit"] == "bytes_in"
@@ -253,13 +278,21 @@ def test_a_line_that_is_too_long_is_refused_before_it_ends_and_the_next_one_is_s
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 def test_lines_are_the_same_however_they_arrive(size: int) -> None:
     data = b"one\r\n\n12345678\n12345678\r\n123456789\n" + b"y" * 30 + b"\r\n  \nlast"
-    lines, found = Splitter(8), list[bytes]()
+    lines = Splitter(8)
+    found = list[bytes]()
     for start in range(0, len(data), size):
         found += lines.feed(data[start : start + size])
-    assert found + lines.rest() == [b"one", b"12345678", b"12345678", b"123456789", b"yyyyyyyyy", b"last"]
+    assert found + lines.rest() == [
+        b"one",
+        b"12345678",
+        b"12345678",
+        b"123456789",
+        b"yyyyyyyyy",
+        b"last",
+    ]
 
 
-# --- many calls --------------------------------------------------------------------------------------------------------
+# --- many calls -----------------------------------------------------------------------------------
 
 
 def test_lines_start_in_order_and_one_that_waits_does_not_block_the_others(server: Server) -> None:
@@ -272,27 +305,29 @@ def test_lines_start_in_order_and_one_that_waits_does_not_block_the_others(serve
     assert {server.answer()["id"] for _ in range(21)} == {*range(0, 60, 3), 100}
 
 
-def test_a_handler_may_use_timeouts_from_its_first_line_to_its_last(server: Server) -> None:
+def test_handler_may_use_timeouts_from_its_first_line_to_its_last(server: Server) -> None:
     server.write(*(call(id, "within", 0.01 if id % 2 else 0) for id in range(10)))
     assert {server.answer()["result"] for _ in range(10)} == {"done"}
 
 
-def test_a_context_variable_does_not_leak_into_the_next_call(server: Server) -> None:
-    server.write(call(1, "leave_mark", "one"), call(2, "leave_mark", "two"), call(3, "leave_mark", "three"))
+def test_context_variable_does_not_leak_into_the_next_call(server: Server) -> None:
+    server.write(
+        call(1, "leave_mark", "one"), call(2, "leave_mark", "two"), call(3, "leave_mark", "three")
+    )
     assert [server.answer()["result"] for _ in range(3)] == ["none"] * 3
 
 
-def test_a_thousand_lines_at_once(server: Server) -> None:
+def test_thousand_lines_at_once(server: Server) -> None:
     server.write(*(call(id, "within", 0.001) for id in range(1000)))
     assert {server.answer()["id"] for _ in range(1000)} == set(range(1000))
 
 
-def test_more_lines_than_places_are_all_served_and_the_one_that_lets_them_go_gets_through(server: Server) -> None:
+def test_lines_beyond_the_in_flight_limit_are_all_served(server: Server) -> None:
     server.write(*(call(id, "note", "", True) for id in range(515)), call(515, "let_go"))
     assert {server.answer()["id"] for _ in range(516)} == set(range(516))
 
 
-def test_large_answers_to_a_slow_reader_stay_whole(server: Server) -> None:
+def test_large_answers_to_a_slow_reader_remain_whole(server: Server) -> None:
     server.write(*(call(id, "large", 5_000_000) for id in range(4)), call(4, "add", 1, 1))
     for id in range(4):
         answer = server.answer()
@@ -300,8 +335,9 @@ def test_large_answers_to_a_slow_reader_stay_whole(server: Server) -> None:
     assert server.answer()["result"] == 2
 
 
-def test_a_client_that_does_not_read_is_not_read_from(server: Server) -> None:
-    # 3,000 answers of 100 KB would be 300 MB; the calls themselves are more than the two pipes hold.
+def test_client_that_does_not_read_is_not_read_from(server: Server) -> None:
+    # 3,000 answers of 100 KB would be 300 MB; the calls themselves are more than the two pipes
+    # hold.
     lines = memoryview(b"".join(call(id, "large", 100_000) for id in range(3000)))
     written = 0
     while written < len(lines) and select.select([], [server.stdin], [], 1)[1]:
@@ -311,7 +347,7 @@ def test_a_client_that_does_not_read_is_not_read_from(server: Server) -> None:
     assert [server.answer()["id"] for _ in range(whole)] == list(range(whole))
 
 
-# --- nothing but the protocol on stdout --------------------------------------------------------------------------------
+# --- nothing but the protocol on stdout -----------------------------------------------------------
 
 
 def test_prints_of_handlers_go_to_stderr_and_stdin_is_closed_to_them(server: Server) -> None:
@@ -324,15 +360,19 @@ def test_prints_of_handlers_go_to_stderr_and_stdin_is_closed_to_them(server: Ser
         assert text in err
 
 
-# --- other kinds of descriptors ----------------------------------------------------------------------------------------
+# --- other kinds of descriptors -------------------------------------------------------------------
 
 
 def run(stdin: Any, stdout: Any, stderr: Any = subprocess.PIPE) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen([sys.executable, "-c", WATCHED], stdin=stdin, stdout=stdout, stderr=stderr, env=ENVIRONMENT)
+    return subprocess.Popen(
+        [sys.executable, "-c", WATCHED], stdin=stdin, stdout=stdout, stderr=stderr, env=ENVIRONMENT
+    )
 
 
-def test_files(tmp_path: Path) -> None:
-    (tmp_path / "in").write_bytes(b"".join(call(id, "add", id, 1) for id in range(5000)) + call(5000, "within", 0.01)[:-1])
+def test_stdin_and_stdout_may_be_files(tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(
+        b"".join(call(id, "add", id, 1) for id in range(5000)) + call(5000, "within", 0.01)[:-1]
+    )
     with (tmp_path / "in").open("rb") as stdin, (tmp_path / "out").open("wb") as stdout:
         process = run(stdin, stdout)
         _, err = process.communicate(timeout=PATIENCE)
@@ -341,12 +381,12 @@ def test_files(tmp_path: Path) -> None:
     assert found == {**{id: id + 1 for id in range(5000)}, 5000: "done"}
 
 
-def test_nothing_to_read() -> None:
+def test_stdin_may_be_empty() -> None:
     process = run(subprocess.DEVNULL, subprocess.PIPE)
     assert process.communicate(timeout=PATIENCE) == (b"after\n", b"closed\ncleaned\n")
 
 
-def test_one_socket_for_both() -> None:
+def test_socket_may_be_both_stdin_and_stdout() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         process = run(theirs, theirs, subprocess.DEVNULL)
@@ -359,20 +399,21 @@ def test_one_socket_for_both() -> None:
         assert process.wait(PATIENCE) == 0
 
 
-def test_stdout_and_stderr_as_one_pipe_stay_blocking() -> None:
+def test_stdout_and_stderr_as_one_pipe_remain_blocking() -> None:
     process = run(subprocess.PIPE, subprocess.PIPE, subprocess.STDOUT)
     out, _ = process.communicate(call(1, "large", 3_000_000), timeout=PATIENCE)
     assert process.returncode == 0
     assert answers(out.splitlines()[0]) == {1: "x" * 3_000_000}
 
 
-def test_a_terminal() -> None:
+def test_terminal() -> None:
     ours, theirs = pty.openpty()
     process = run(theirs, theirs, theirs)
     os.close(theirs)
     try:
         os.write(ours, call(1, "add", 20, 22))
-        seen, deadline = b"", time.monotonic() + PATIENCE
+        seen = b""
+        deadline = time.monotonic() + PATIENCE
         while b'"result":42' not in seen:
             assert select.select([ours], [], [], max(0, deadline - time.monotonic()))[0], seen
             seen += os.read(ours, 1 << 16)
@@ -386,16 +427,16 @@ def test_a_terminal() -> None:
         os.close(ours)
 
 
-# --- the end -----------------------------------------------------------------------------------------------------------
+# --- the end --------------------------------------------------------------------------------------
 
 
-def test_a_call_in_flight_at_eof_is_answered(server: Server) -> None:
+def test_call_in_flight_at_eof_is_answered(server: Server) -> None:
     server.write(call(1, "within", 0.3), call(2, "block", 0.3))
     code, out, _ = server.end()
     assert code == 0 and answers(out.removesuffix(b"after\n")) == {1: "done", 2: "done"}
 
 
-def test_a_call_that_outlasts_the_grace_is_cancelled(start: Callable[..., Server]) -> None:
+def test_call_that_outlasts_the_grace_is_cancelled(start: Callable[..., Server]) -> None:
     server = start(0.2)
     server.write(call(1, "forever"), call(2, "within", 0.01))
     code, out, err = server.end()
@@ -403,8 +444,8 @@ def test_a_call_that_outlasts_the_grace_is_cancelled(start: Callable[..., Server
     assert err == "waiting\nclosed\ncancelled\ncleaned\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_the_calls_in_flight_finish(server: Server, number: int) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signal_lets_the_calls_in_flight_finish(server: Server, number: int) -> None:
     server.write(call(1, "block", 0.5))
     assert server.error_line() == "blocked"
     server.process.send_signal(number)
@@ -413,8 +454,8 @@ def test_a_signal_lets_the_calls_in_flight_finish(server: Server, number: int) -
     assert server.end() == (0, b"after\n", "closed\ncleaned\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_an_idle_server(server: Server, number: int) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signal_ends_an_idle_server(server: Server, number: int) -> None:
     server.write(call(1, "add", 1, 1))
     server.answer()
     server.process.send_signal(number)
@@ -422,8 +463,28 @@ def test_a_signal_ends_an_idle_server(server: Server, number: int) -> None:
     assert server.end() == (0, b"after\n", "closed\ncleaned\n")
 
 
+def test_second_sighup_does_not_shorten_the_grace(server: Server) -> None:
+    """A terminal that is closed sends it twice: the kernel does, and the shell."""
+    server.write(call(1, "block", 0.5))
+    assert server.error_line() == "blocked"
+    server.process.send_signal(signal.SIGHUP)
+    server.process.send_signal(signal.SIGHUP)
+    assert server.answer()["result"] == "done"
+    assert server.process.wait(PATIENCE) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_signal_without_a_meaning_is_ignored(server: Server, number: signal.Signals) -> None:
+    server.write(call(1, "add", 1, 1))
+    server.answer()
+    server.process.send_signal(number)
+    assert server.error_line().startswith(f"{number.name} is ignored")
+    server.write(call(2, "add", 1, 2))
+    assert server.answer()["result"] == 3
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_at_once(start: Callable[..., Server], number: int) -> None:
+def test_second_signal_ends_at_once(start: Callable[..., Server], number: int) -> None:
     server = start(GRACE)
     server.write(call(1, "forever"))
     assert server.error_line() == "waiting"
@@ -435,14 +496,15 @@ def test_a_second_signal_ends_at_once(start: Callable[..., Server], number: int)
 
 
 @pytest.mark.parametrize(("method", "said"), [("block", "blocked"), ("hold", "held")])
-def test_a_second_signal_ends_even_a_call_that_cannot_be_cancelled(
+def test_second_signal_ends_even_a_call_that_cannot_be_cancelled(
     start: Callable[..., Server], method: str, said: str
 ) -> None:
-    server, sent = start(GRACE), 0
+    server = start(GRACE)
+    sent = 0
     server.write(call(1, method, 600))
     assert server.error_line() == said
     deadline = time.monotonic() + PATIENCE
-    while server.process.poll() is None:  # two of one kind are one, until Python has run its handler for the first
+    while server.process.poll() is None:  # two equal signals merge until Python handles the first
         assert time.monotonic() < deadline
         server.process.send_signal(signal.SIGINT)
         sent += 1
@@ -453,10 +515,13 @@ def test_a_second_signal_ends_even_a_call_that_cannot_be_cancelled(
 
 
 @pytest.mark.parametrize(("method", "params"), [("block", [600]), ("stubborn", [])])
-def test_a_call_that_cannot_be_ended_does_not_keep_the_process(
+def test_call_that_cannot_be_ended_does_not_keep_the_process_alive(
     start: Callable[..., Server], method: str, params: list[Any]
 ) -> None:
-    """A thread, or a handler that ignores its cancellation. Most clients close stdin, and send no signal."""
+    """A thread, or a handler that ignores its cancellation.
+
+    Most clients close stdin, and send no signal.
+    """
     server = start(0.2)
     server.write(call(1, method, *params))
     assert server.error_line() in ("blocked", "waiting")
@@ -465,7 +530,7 @@ def test_a_call_that_cannot_be_ended_does_not_keep_the_process(
     assert "cleaned\n" in err and "stopping with handlers at work that do not end" in err
 
 
-def test_a_peer_that_stops_listening_ends_everything(start: Callable[..., Server]) -> None:
+def test_peer_that_stops_reading_ends_the_server(start: Callable[..., Server]) -> None:
     server = start(GRACE, "quiet")
     server.write(call(1, "forever"))
     assert server.error_line() == "waiting"
@@ -476,7 +541,7 @@ def test_a_peer_that_stops_listening_ends_everything(start: Callable[..., Server
     assert sorted(server.end()[2].split()) == ["cancelled", "cleaned", "closed"]  # and no traceback
 
 
-# --- inside one loop ---------------------------------------------------------------------------------------------------
+# --- inside one loop ------------------------------------------------------------------------------
 
 
 class Echo:
@@ -484,7 +549,7 @@ class Echo:
         self.send = send
         self.closed = False
 
-    def handle(self, line: bytes, sending: Sending, /) -> bytes | None:
+    def handle(self, line: bytes, receipt: Receipt, /) -> bytes | None:
         if line == b"fail":
             raise ValueError("a connection with a bug")
         return line
@@ -530,17 +595,19 @@ async def test_send_writes_lines_between_answers_and_a_bug_in_a_connection_ends_
     assert "a line could not be answered" in caplog.text
 
 
-async def test_send_waits_for_a_slow_reader_and_tells_when_it_is_gone(pipes: tuple[int, int, int, int]) -> None:
+async def test_send_waits_for_a_slow_reader_and_reports_when_it_is_gone(
+    pipes: tuple[int, int, int, int],
+) -> None:
     _, _, ours, writer = pipes
     lost: list[bool] = []
     output = Output(writer, lambda: lost.append(True))
-    sending = asyncio.create_task(output.send(b"x" * (HIGH * 4)))
+    receipt = asyncio.create_task(output.send(b"x" * (HIGH * 4)))
     await asyncio.sleep(0)
-    assert not sending.done() and output.size > HIGH
+    assert not receipt.done() and output.size > HIGH
     os.close(ours)
     async with asyncio.timeout(PATIENCE):
         with pytest.raises(Gone):
-            await sending
+            await receipt
         with pytest.raises(Gone):
             await output.send(b"more")
     output.close()

@@ -39,7 +39,9 @@ workers.Workers(globals()[sys.argv[1]], 1, 1.0, lambda: print("serving", flush=T
 @contextmanager
 def supervised(work: str, quiet: float, *more: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", SCRIPT, work, str(quiet), *more]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             yield process
         finally:
@@ -47,13 +49,13 @@ def supervised(work: str, quiet: float, *more: str) -> Iterator[subprocess.Popen
 
 
 def delays(process: "subprocess.Popen[str]", count: int) -> list[float]:
-    """The delays before the first starts anew."""
+    """Return the delays before the first restarts."""
     assert process.stderr is not None
     lines = [process.stderr.readline() for _ in range(count)]
     return [float(re.findall(r"starts in (\S+) s", line)[0]) for line in lines]
 
 
-def test_a_worker_that_crashes_again_and_again_is_replaced_ever_later() -> None:
+def test_worker_that_crashes_repeatedly_is_replaced_with_growing_delays() -> None:
     with supervised("crash", 1000.0) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "serving\n"
@@ -63,7 +65,7 @@ def test_a_worker_that_crashes_again_and_again_is_replaced_ever_later() -> None:
         assert process.returncode == 0
 
 
-def test_after_a_quiet_time_the_delay_is_short_again() -> None:
+def test_delay_of_a_restart_is_short_again_after_a_quiet_time() -> None:
     with supervised("crash", 0.0) as process:
         assert delays(process, 4) == [0.001] * 4
 
@@ -75,7 +77,7 @@ def test_workers_that_never_served_end_the_server() -> None:
         assert "a worker ended before it could serve" in logged
 
 
-def test_a_worker_that_cannot_restart_is_retried(tmp_path: Path) -> None:
+def test_worker_that_cannot_restart_is_retried(tmp_path: Path) -> None:
     """Perhaps its ledger is away for a moment."""
     with supervised("fail_later", 1000.0, f"{tmp_path}/once") as process:
         assert delays(process, 4) == [0.001, 0.002, 0.004, 0.006]

@@ -1,9 +1,11 @@
-"""Mypy and pyright on the README's examples and on generated clients: an editor sees types, not `Any`.
+"""Mypy and pyright on the README's examples and on generated clients: an editor sees types, not
+`Any`.
 
 Both checkers read one folder:
 
-1. `examples.py` is made of the README's Python blocks, with a `reveal_type` for each row of the tables below. `Any` stands
-   in them for JSON values alone: what a method gives whose type the caller did not name.
+1. `examples.py` is made of the README's Python blocks, with a `reveal_type` for each row of the
+   tables below. `Any` stands in them for JSON values alone: the result of a method whose type the
+   caller did not name. The pages about authorization are separate modules.
 2. Generated clients, which pass in mypy's strict mode, and `use.py`, which calls them.
 
 A line that ends in `# mistake` is one that a checker must refuse, and it refuses no other.
@@ -19,7 +21,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.contract.test_generate import NAMES, contract_of, pets
+from tests.contract.contracts import NAMES, contract_of, pets
 from tests.mcp.node import installed, node
 from wirecall.contract.generate import generated
 from wirecall.contract.lock import of_app
@@ -97,17 +99,41 @@ TWINS = {
     "await mcp.listen(tools=True).__anext__()": "Change",
 }
 # What a type checker must not accept.
-MISTAKES = ["client.list_tools()", "connect_sync(app, sampel=print)", 'client.call("price", 7)', "batch.call_tool('price')"]
+MISTAKES = [
+    "client.list_tools()",
+    "connect_sync(app, sampel=print)",
+    'client.call("price", 7)',
+    "batch.call_tool('price')",
+    "app.query(titel='Price')",
+    "app.query(on_crash='rerun')",
+    "app.query(name=7)",
+    "app.command(retention='a day')",
+    "app.command(notification_allowed=True)",
+    "app.command(on_crash='never')",
+    "app.tool(annotations=7)",
+    "app.tool(expose=('mcp',))",
+    "app.prompt(lease=30)",
+    "Router().command(wiat=5)",
+]
+
+
+def blocks_of(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
 def module() -> str:
     """Return the README's examples and the expressions of the tables as one module."""
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    blocks = blocks_of(ROOT / "README.md")
     reveals = [f"reveal_type({expression})" for expression in README]
     twins = [f"        reveal_type({expression})" for expression in TWINS]
     opened = 'connect(app) as plain, connect(app, protocol="mcp") as mcp'
     mistakes = [f"{mistake}  # mistake" for mistake in MISTAKES]
-    lines = [*blocks, "from wirecall import connect", *reveals, f"async def twins() -> None:\n    async with {opened}:"]
+    lines = [
+        *blocks,
+        "from wirecall import Router, connect",
+        *reveals,
+        f"async def twins() -> None:\n    async with {opened}:",
+    ]
     return "\n".join([*lines, *twins, *mistakes, ""])
 
 
@@ -136,7 +162,9 @@ SyncPetsClient(["python", "server.py"]).forget()
 
 
 class Verdict(NamedTuple):
-    """The verdict of a checker on a folder: the revealed types, in their order, and the file and line of each error."""
+    """The verdict of a checker on a folder: the revealed types, in their order, and the file and
+    line of each error.
+    """
 
     revealed: list[str]
     errors: set[tuple[str, int]]
@@ -148,6 +176,8 @@ def test_types_are_inferred_and_mistakes_are_found(checker: str, tmp_path: Path)
     odd = contract_of({name: {"type": "integer"} for name in NAMES}, errors={"5": "Gone"})
     sources = {
         "examples.py": module(),
+        "authorization.py": "\n".join(blocks_of(ROOT / "docs" / "authorization.md")),
+        "authorization_client.py": "\n".join(blocks_of(ROOT / "docs" / "authorization-client.md")),
         "pets_client.py": generated(of_app(pets()), "jsonrpc"),
         "tools_client.py": generated(of_app(pets()), "mcp"),
         "odd_client.py": generated(odd, "jsonrpc"),
@@ -172,12 +202,30 @@ def mypy(folder: Path) -> Verdict:
     options = "".join(f"{option} = false\n" for option in loose)
     (folder / "mypy.ini").write_text(f"[mypy]\nstrict = true\n[mypy-examples]\n{options}")
     cache = ("--cache-dir", str(ROOT / ".mypy_cache"))
-    command = [sys.executable, "-m", "mypy", *cache, "--output", "json", *map(str, sorted(folder.glob("*.py")))]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        *cache,
+        "--output",
+        "json",
+        *map(str, sorted(folder.glob("*.py"))),
+    ]
     environment = {**os.environ, "MYPYPATH": str(ROOT / "src")}
-    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    ran = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
     told = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
     assert told, ran.stdout + ran.stderr
-    revealed = [match[1] for one in told if (match := re.match(r'Revealed type is "(.*)"', one["message"]))]
+    revealed = [
+        match[1] for one in told if (match := re.match(r'Revealed type is "(.*)"', one["message"]))
+    ]
     return Verdict(
         [plain(shown) for shown in revealed],
         {(Path(one["file"]).name, one["line"]) for one in told if one["severity"] == "error"},
@@ -189,10 +237,20 @@ def pyright(folder: Path) -> Verdict:
     (folder / "pyrightconfig.json").write_text(json.dumps(settings))
     program = installed(PYRIGHT) / "pyright" / "index.js"
     command = [str(node()), str(program), "--outputjson", "--pythonpath", sys.executable]
-    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    ran = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
     told = json.loads(ran.stdout)["generalDiagnostics"]
-    revealed = [match[1] for one in told if (match := re.match(r'Type of ".*" is "(.*)"', one["message"], re.DOTALL))]
+    revealed = [
+        match[1]
+        for one in told
+        if (match := re.match(r'Type of ".*" is "(.*)"', one["message"], re.DOTALL))
+    ]
     return Verdict(
         [plain(shown) for shown in revealed],
-        {(Path(one["file"]).name, one["range"]["start"]["line"] + 1) for one in told if one["severity"] == "error"},
+        {
+            (Path(one["file"]).name, one["range"]["start"]["line"] + 1)
+            for one in told
+            if one["severity"] == "error"
+        },
     )

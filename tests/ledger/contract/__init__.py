@@ -23,7 +23,9 @@ CHANGES: dict[str, Change] = {
     "release": lambda ledger, token: ledger.release(token),
     "abandon": lambda ledger, token: ledger.abandon(token),
     "lapse": lambda ledger, token: ledger.lapse(token),
-    "begin_task": lambda ledger, token: ledger.begin_task(token, f"task of {token.nonce.hex()}", b"{}", TTL),
+    "begin_task": lambda ledger, token: ledger.begin_task(
+        token, f"task of {token.nonce.hex()}", b"{}", TTL
+    ),
 }
 ALLOWED = {name: {State.RUNNING} for name in CHANGES} | {"complete": {State.RUNNING, State.UNKNOWN}}
 

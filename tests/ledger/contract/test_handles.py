@@ -5,7 +5,6 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import psycopg
 import pytest
 from msgspec import structs
 
@@ -22,6 +21,7 @@ from tests.ledger import (
     same,
 )
 from tests.ledger.contract import CHANGES, close_at_once, durable_only
+from tests.ledger.schema import forget_schema
 from tests.servers import Server, Store
 from wirecall.ledger.base import (
     Ledger,
@@ -33,7 +33,7 @@ from wirecall.ledger.base import (
     Token,
 )
 
-# --- races -----------------------------------------------------------------------------------------------------------
+# --- races ----------------------------------------------------------------------------------------
 
 
 async def handles(store: Store, number: int) -> list[Ledger]:
@@ -46,62 +46,74 @@ async def close(opened: list[Ledger]) -> None:
         await handle.aclose()
 
 
-async def test_of_many_claims_at_once_exactly_one_is_granted(store: Store) -> None:
-    """P5, and what every loser sees is the winner's record."""
+async def test_claims_at_once_are_granted_exactly_once(store: Store) -> None:
+    """P5, and every loser sees the winner's record."""
     opened = await handles(store, 3)
     claims = [claim_of() for _ in range(60)]
     records = await asyncio.gather(*(opened[n % 3].claim(claim) for n, claim in enumerate(claims)))
-    winners = [claim for claim, record in zip(claims, records, strict=True) if record.nonce == claim.nonce]
+    winners = [
+        claim for claim, record in zip(claims, records, strict=True) if record.nonce == claim.nonce
+    ]
     assert len(winners) == 1
     assert {record.token for record in records} == {(await present(opened[0])).token}
     assert all(record.state is State.RUNNING and record.attempts == 1 for record in records)
     await close(opened)
 
 
-async def test_of_many_take_overs_at_once_exactly_one_is_granted(store: Store) -> None:
+async def test_take_overs_at_once_are_granted_exactly_once(store: Store) -> None:
     opened = await handles(store, 3)
     await granted(opened[0])
     store.age(ID, LEASE + 1)
     claims = [claim_of(on_crash="rerun") for _ in range(60)]
     records = await asyncio.gather(*(opened[n % 3].claim(claim) for n, claim in enumerate(claims)))
-    assert sum(record.nonce == claim.nonce for claim, record in zip(claims, records, strict=True)) == 1
+    assert (
+        sum(record.nonce == claim.nonce for claim, record in zip(claims, records, strict=True)) == 1
+    )
     assert {record.attempts for record in records} == {2}
     assert len({record.token for record in records}) == 1
     await close(opened)
 
 
-async def test_of_many_continuations_at_once_exactly_one_is_granted(store: Store) -> None:
+async def test_continuations_at_once_are_granted_exactly_once(store: Store) -> None:
     opened = await handles(store, 3)
     await in_state(State.WAITING, opened[0], store)
     claims = [claim_of(continues=True) for _ in range(30)]
     records = await asyncio.gather(*(opened[n % 3].claim(claim) for n, claim in enumerate(claims)))
-    assert sum(record.nonce == claim.nonce for claim, record in zip(claims, records, strict=True)) == 1
+    assert (
+        sum(record.nonce == claim.nonce for claim, record in zip(claims, records, strict=True)) == 1
+    )
     await close(opened)
 
 
 @pytest.mark.parametrize("change", ["complete", "suspend", "release", "abandon"])
-async def test_of_many_equal_transitions_at_once_exactly_one_is_accepted(change: str, store: Store) -> None:
+async def test_transitions_that_are_equal_and_at_once_are_accepted_exactly_once(
+    change: str, store: Store
+) -> None:
     opened = await handles(store, 3)
     record = await granted(opened[0])
-    accepted = await asyncio.gather(*(CHANGES[change](opened[n % 3], record.token) for n in range(12)))
+    accepted = await asyncio.gather(
+        *(CHANGES[change](opened[n % 3], record.token) for n in range(12))
+    )
     assert sum(accepted) == 1
     await close(opened)
 
 
-async def test_of_an_ending_and_a_removal_at_once_exactly_one_is_accepted(store: Store) -> None:
+async def test_completion_and_removal_at_once_are_accepted_exactly_once(store: Store) -> None:
     opened = await handles(store, 2)
     for number in range(10):
         id = structs.replace(ID, key=str(number))
         token = (await granted(opened[0], id)).token
         first, second = (opened[0], opened[1]) if number % 2 else (opened[1], opened[0])
-        completed, released = await asyncio.gather(first.complete(token, outcome_of(), RETENTION), second.release(token))
+        completed, released = await asyncio.gather(
+            first.complete(token, outcome_of(), RETENTION), second.release(token)
+        )
         assert completed is not released
         left = await opened[0].get(id)
         assert (left is not None and left.state is State.DONE) if completed else left is None
     await close(opened)
 
 
-async def test_a_late_completion_and_an_operator_at_once_leave_one_outcome(store: Store) -> None:
+async def test_late_completion_and_an_operator_at_once_leave_one_outcome(store: Store) -> None:
     opened = await handles(store, 2)
     for number in range(10):
         id = structs.replace(ID, key=str(number))
@@ -111,7 +123,9 @@ async def test_a_late_completion_and_an_operator_at_once_leave_one_outcome(store
             opened[1 - number % 2].resolve(id, outcome_of(b'"found"')),
         )
         assert completed is not resolved
-        assert (await present(opened[0], id)).outcome == outcome_of(b'"late"' if completed else b'"found"')
+        assert (await present(opened[0], id)).outcome == outcome_of(
+            b'"late"' if completed else b'"found"'
+        )
     await close(opened)
 
 
@@ -129,7 +143,7 @@ async def test_sweeps_at_once_change_every_record_once(store: Store) -> None:
 
 
 @durable_only
-def test_of_claims_from_many_threads_exactly_one_per_key_is_granted(store: Store) -> None:
+def test_claims_from_many_threads_are_granted_once_per_key(store: Store) -> None:
     asyncio.run(close_at_once(store))
     ids = [structs.replace(ID, key=str(number)) for number in range(20)]
     tokens: list[Token] = []
@@ -164,25 +178,21 @@ def test_of_claims_from_many_threads_exactly_one_per_key_is_granted(store: Store
     assert len({token.fence for token in tokens}) == 20
 
 
-def forget_schema(store: Store) -> None:
-    """SQLite's file and the keys in Redis are new for every test; in PostgreSQL only the rows are."""
-    if store.kind == "postgres":
-        with psycopg.connect(store.url, autocommit=True) as db:
-            db.execute("DROP SCHEMA IF EXISTS wirecall CASCADE")
-
-
 @durable_only
 @pytest.mark.parametrize("time", range(5))
-async def test_a_new_store_is_opened_by_many_at_once(time: int, store: Store) -> None:
+async def test_new_store_is_opened_by_many_at_once(time: int, store: Store) -> None:
     forget_schema(store)
     opened = await asyncio.gather(*(store.open() for _ in range(6)))
-    fences = [(await granted(each, structs.replace(ID, key=str(n)))).fence for n, each in enumerate(opened)]
+    fences = [
+        (await granted(each, structs.replace(ID, key=str(n)))).fence
+        for n, each in enumerate(opened)
+    ]
     assert fences == sorted(set(fences))
     assert (await opened[0].counts())[State.RUNNING] == 6
     await close(opened)
 
 
-# --- lives of a handle -----------------------------------------------------------------------------------------------
+# --- lives of a handle ----------------------------------------------------------------------------
 
 
 LOOKS: dict[str, Callable[[Ledger, RecordId], Awaitable[Any]]] = {
@@ -195,12 +205,16 @@ LOOKS: dict[str, Callable[[Ledger, RecordId], Awaitable[Any]]] = {
 
 
 @pytest.mark.parametrize("action", [*LOOKS, *CHANGES])
-async def test_a_caller_that_goes_away_leaves_the_ledger_usable(action: str, ledger: Ledger) -> None:
-    """Cancelled at every step of the wait; the record is then untouched or changed, never anything between."""
+async def test_caller_that_leaves_keeps_the_ledger_usable(action: str, ledger: Ledger) -> None:
+    """Cancelled at every step of the wait; the record is then untouched or changed as a whole."""
     for steps in range(8):
         id = structs.replace(ID, key=f"{action}-{steps}")
         record = await granted(ledger, id)
-        wait = CHANGES[action](ledger, record.token) if action in CHANGES else LOOKS[action](ledger, id)
+        wait = (
+            CHANGES[action](ledger, record.token)
+            if action in CHANGES
+            else LOOKS[action](ledger, id)
+        )
         task = asyncio.ensure_future(wait)
         for _ in range(steps):
             await asyncio.sleep(0)
@@ -213,8 +227,8 @@ async def test_a_caller_that_goes_away_leaves_the_ledger_usable(action: str, led
     await ledger.counts()
 
 
-async def test_a_cancelled_first_claim_is_taken_back_or_still_held_by_its_nonce(ledger: Ledger) -> None:
-    """The claimer ran nothing: whatever is left is a record with its nonce, or nothing."""
+async def test_cancelled_first_claim_is_released_or_still_held_by_its_nonce(ledger: Ledger) -> None:
+    """The claimer ran nothing: the ledger holds a record with its nonce, or nothing."""
     for steps in range(8):
         id = structs.replace(ID, key=str(steps))
         claim = claim_of(id)
@@ -229,18 +243,18 @@ async def test_a_cancelled_first_claim_is_taken_back_or_still_held_by_its_nonce(
         assert (record.state, record.attempts) == (State.RUNNING, 1)
 
 
-async def test_closing_twice_is_closing_once(store: Store) -> None:
+async def test_handle_may_be_closed_twice(store: Store) -> None:
     ledger = await store.open()
     await granted(ledger)
     await ledger.aclose()
     await ledger.aclose()
 
 
-async def test_closing_an_unused_ledger(store: Store) -> None:
+async def test_handle_may_be_closed_unused(store: Store) -> None:
     await close_at_once(store)
 
 
-async def test_a_closed_handle_does_not_close_another(store: Store, ledger: Ledger) -> None:
+async def test_closed_handle_does_not_close_another(store: Store, ledger: Ledger) -> None:
     record = await granted(ledger)
     other = await store.open()
     assert await other.heartbeat(record.token, LEASE)
@@ -248,7 +262,7 @@ async def test_a_closed_handle_does_not_close_another(store: Store, ledger: Ledg
     assert await ledger.complete(record.token, outcome_of(), RETENTION)
 
 
-async def test_two_handles_see_the_same_records(store: Store, ledger: Ledger) -> None:
+async def test_handles_see_the_same_records(store: Store, ledger: Ledger) -> None:
     other = await store.open()
     record = await granted(ledger)
     assert same(await other.get(ID), record)
@@ -258,9 +272,12 @@ async def test_two_handles_see_the_same_records(store: Store, ledger: Ledger) ->
 
 
 async def test_records_are_kept_when_the_ledger_is_closed_and_opened_again(store: Store) -> None:
-    """P9: what was acknowledged is there after a restart, in every state, and the fences go on."""
+    """P9: acknowledged records survive a restart, in every state, and the fences continue to grow."""
     ledger = await store.open()
-    before = {state: await in_state(state, ledger, store, structs.replace(ID, key=state.value)) for state in State}
+    before = {
+        state: await in_state(state, ledger, store, structs.replace(ID, key=state.value))
+        for state in State
+    }
     await ledger.aclose()
     ledger = await store.open()
     for record in before.values():
@@ -270,7 +287,7 @@ async def test_records_are_kept_when_the_ledger_is_closed_and_opened_again(store
     await ledger.aclose()
 
 
-def test_one_handle_serves_two_event_loops_one_after_another(store: Store) -> None:
+def test_handle_serves_two_event_loops_one_after_another(store: Store) -> None:
     async def begin() -> tuple[Ledger, Record]:
         ledger = await store.open()
         return ledger, await granted(ledger)
@@ -284,7 +301,7 @@ def test_one_handle_serves_two_event_loops_one_after_another(store: Store) -> No
     asyncio.run(end(*asyncio.run(begin())))
 
 
-async def test_a_ping_leaves_nothing_behind(ledger: Ledger, store: Store) -> None:
+async def test_ping_leaves_nothing_behind(ledger: Ledger, store: Store) -> None:
     record = await granted(ledger)
     await asyncio.gather(*(ledger.ping() for _ in range(8)))
     assert [found.id for found in await ledger.list()] == [ID]
@@ -292,23 +309,32 @@ async def test_a_ping_leaves_nothing_behind(ledger: Ledger, store: Store) -> Non
     assert same(await ledger.get(ID), record)
 
 
-# --- a server that goes away -----------------------------------------------------------------------------------------
+# --- a server that goes away ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("store", ["redis", "cluster", "postgres"], indirect=True)
 @pytest.mark.parametrize("how", ["stop", "kill"])
-async def test_a_server_that_is_gone_is_ledger_down_and_comes_back_with_its_records(
+async def test_server_that_is_gone_is_ledger_down_and_returns_with_its_records(
     how: str, store: Store, request: pytest.FixtureRequest
 ) -> None:
-    """P9: nothing that was acknowledged is lost; and of the driver's errors none reaches the caller."""
+    """P9: no acknowledged record is lost, and the driver's errors do not reach the caller."""
     server: Server = request.getfixturevalue(f"{store.kind}_server")
     ledger = await store.open()
-    before = {state: await in_state(state, ledger, store, structs.replace(ID, key=state.value)) for state in State}
+    before = {
+        state: await in_state(state, ledger, store, structs.replace(ID, key=state.value))
+        for state in State
+    }
     token = before[State.RUNNING].token
     getattr(server, how)()
     try:
         actions: list[Awaitable[Any]] = [change(ledger, token) for change in CHANGES.values()]
-        actions += [ledger.claim(claim_of()), ledger.get(ID), ledger.list(), ledger.counts(), ledger.sweep()]
+        actions += [
+            ledger.claim(claim_of()),
+            ledger.get(ID),
+            ledger.list(),
+            ledger.counts(),
+            ledger.sweep(),
+        ]
         actions.append(ledger.ping())
         actions += [ledger.resolve(ID, None), store.open()]
         actions += [ledger.task("task"), ledger.task_of(ID), ledger.orphans()]

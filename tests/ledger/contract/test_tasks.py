@@ -1,4 +1,6 @@
-"""Tasks: the second row about a record, its versions and its end, and the tasks that no process works on."""
+"""Tasks: the second row about a record, its versions and its end, and the tasks that have no
+process.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -7,20 +9,32 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from tests.ledger import ID, LEASE, RETENTION, claim_of, granted, in_state, outcome_of, present, same
+from tests.ledger import (
+    ID,
+    LEASE,
+    RETENTION,
+    claim_of,
+    granted,
+    in_state,
+    outcome_of,
+    present,
+    same,
+)
 from tests.ledger.contract import TTL, durable_only
-from tests.ledger.contract.test_states import remove_by_release, remove_by_resolve, remove_by_sweep
+from tests.ledger.removals import remove_by_release, remove_by_resolve, remove_by_sweep
 from tests.servers import Store
 from wirecall.ledger.base import Ledger, LedgerDown, Record, RecordId, State, Task
 
-DOCUMENT = b'{"arguments": {}}\0\xff'  # the store reads nothing of it
+DOCUMENT = b'{"arguments": {}}\0\xff'  # the store does not read it
 
-# What a store does about tasks, on a handle that cannot do it.
+# Every task operation of a store, on a handle that cannot do it.
 METHODS: dict[str, Callable[[Ledger, Record], Awaitable[Any]]] = {
     "begin_task": lambda ledger, record: ledger.begin_task(record.token, "task", DOCUMENT, TTL),
     "task": lambda ledger, _: ledger.task("task"),
     "task_of": lambda ledger, record: ledger.task_of(record.id),
-    "change_task": lambda ledger, record: ledger.change_task(Task("task", record.id, 1, DOCUMENT, False, False, TTL)),
+    "change_task": lambda ledger, record: ledger.change_task(
+        Task("task", record.id, 1, DOCUMENT, False, False, TTL)
+    ),
     "orphans": lambda ledger, _: ledger.orphans(),
 }
 
@@ -33,8 +47,10 @@ async def other(store: Store) -> AsyncIterator[Ledger]:
     await ledger.aclose()
 
 
-async def begun(ledger: Ledger, id: str = "task", record_id: RecordId = ID, **fields: Any) -> Record:
-    """A new record that runs, and its task."""
+async def begun(
+    ledger: Ledger, id: str = "task", record_id: RecordId = ID, **fields: Any
+) -> Record:
+    """A running new record, and its task."""
     record = await granted(ledger, record_id, **fields)
     assert await ledger.begin_task(record.token, id, DOCUMENT, TTL)
     return record
@@ -50,10 +66,12 @@ async def change(ledger: Ledger, id: str = "task", **fields: Any) -> None:
     assert await ledger.change_task(structs.replace(await found(ledger, id), **fields))
 
 
-# --- a task and its record -------------------------------------------------------------------------------------------
+# --- a task and its record ------------------------------------------------------------------------
 
 
-async def test_a_task_has_what_it_was_begun_with_and_its_record(ledger: Ledger, other: Ledger) -> None:
+async def test_task_has_what_it_was_begun_with_and_its_record(
+    ledger: Ledger, other: Ledger
+) -> None:
     record = await begun(ledger)
     for handle in (ledger, other):
         for task in (await handle.task("task"), await handle.task_of(ID)):
@@ -68,8 +86,8 @@ async def test_a_task_has_what_it_was_begun_with_and_its_record(ledger: Ledger, 
 
 
 @pytest.mark.parametrize("id", ["", "none", "nul\0", "half \ud83d", "a:b/*?", "x" * 10_000])
-async def test_a_task_that_was_not_begun_is_not_there(id: str, ledger: Ledger) -> None:
-    """Whatever text a caller takes for an id."""
+async def test_task_that_was_not_begun_does_not_exist(id: str, ledger: Ledger) -> None:
+    """For every string that a caller takes for an id."""
     await granted(ledger)
     assert await ledger.task(id) is None
     assert await ledger.task_of(ID) is None
@@ -85,8 +103,10 @@ async def test_every_printable_id_is_an_id(id: str, ledger: Ledger) -> None:
     assert [each.id for each in await ledger.list()] == [ID]
 
 
-@pytest.mark.parametrize("document", [b"", bytes(range(256)), b"x" * 1_000_000], ids=["empty", "all bytes", "large"])
-async def test_a_document_is_kept_byte_for_byte(document: bytes, ledger: Ledger) -> None:
+@pytest.mark.parametrize(
+    "document", [b"", bytes(range(256)), b"x" * 1_000_000], ids=["empty", "all bytes", "large"]
+)
+async def test_document_is_kept_byte_for_byte(document: bytes, ledger: Ledger) -> None:
     record = await granted(ledger)
     assert await ledger.begin_task(record.token, "task", document, TTL)
     assert (await found(ledger)).document == document
@@ -94,8 +114,10 @@ async def test_a_document_is_kept_byte_for_byte(document: bytes, ledger: Ledger)
     assert (await found(ledger)).document == document + b"!"
 
 
-async def test_a_task_is_refused_without_a_valid_token(ledger: Ledger, store: Store) -> None:
-    """The table of tokens is in test_states; here, a refusal leaves no task, and does not change one."""
+async def test_task_is_refused_without_a_valid_token(ledger: Ledger, store: Store) -> None:
+    """The table of tokens is in test_states; here, a refusal leaves no task, and does not change
+    one.
+    """
     first = await granted(ledger, committed=False)
     store.age(ID, LEASE + 1)
     second = await granted(ledger, committed=False)
@@ -109,15 +131,19 @@ async def test_a_task_is_refused_without_a_valid_token(ledger: Ledger, store: St
     assert await ledger.orphans() == []
 
 
-async def test_a_record_in_every_state_takes_a_task_only_while_it_runs(ledger: Ledger, store: Store) -> None:
+async def test_record_in_every_state_takes_a_task_only_while_it_runs(
+    ledger: Ledger, store: Store
+) -> None:
     for state in State:
         id = structs.replace(ID, key=state.value)
         record = await in_state(state, ledger, store, id)
-        assert await ledger.begin_task(record.token, state.value, DOCUMENT, TTL) is (state is State.RUNNING)
+        assert await ledger.begin_task(record.token, state.value, DOCUMENT, TTL) is (
+            state is State.RUNNING
+        )
         assert (await ledger.task(state.value) is None) is (state is not State.RUNNING)
 
 
-async def test_of_a_beginning_and_a_take_over_at_once_the_beginning_is_first_or_refused(
+async def test_begin_task_during_a_take_over_comes_first_or_is_refused(
     ledger: Ledger, other: Ledger, store: Store
 ) -> None:
     for number in range(10):
@@ -126,7 +152,8 @@ async def test_of_a_beginning_and_a_take_over_at_once_the_beginning_is_first_or_
         store.age(id, LEASE + 1)
         first, second = (ledger, other) if number % 2 else (other, ledger)
         is_begun, taken = await asyncio.gather(
-            first.begin_task(record.token, id.key, DOCUMENT, TTL), second.claim(claim_of(id, committed=False))
+            first.begin_task(record.token, id.key, DOCUMENT, TTL),
+            second.claim(claim_of(id, committed=False)),
         )
         assert taken.attempts == 2
         assert (await ledger.task(id.key) is not None) is is_begun
@@ -134,8 +161,8 @@ async def test_of_a_beginning_and_a_take_over_at_once_the_beginning_is_first_or_
         assert (task := await ledger.task_of(id)) is not None and task.id == f"second-{number}"
 
 
-async def test_a_task_that_is_begun_again_is_one_task(ledger: Ledger, other: Ledger) -> None:
-    """The answer was lost, so its holder asks again. A change since then stays."""
+async def test_task_that_is_begun_again_is_one_task(ledger: Ledger, other: Ledger) -> None:
+    """The answer was lost, so its holder asks again. A later change stays."""
     record = await begun(ledger)
     await change(ledger, document=b"second")
     for handle in (other, ledger):
@@ -144,8 +171,11 @@ async def test_a_task_that_is_begun_again_is_one_task(ledger: Ledger, other: Led
     assert (task.version, task.document) == (2, b"second")
 
 
-async def test_an_id_of_another_records_task_is_refused(ledger: Ledger) -> None:
-    """Also where that has the same id, but was removed since. The record that asked for it has no task."""
+async def test_task_id_of_another_record_is_refused(ledger: Ledger) -> None:
+    """Also if that task has the same id, but was removed since.
+
+    The record that asked for it has no task.
+    """
     first = await begun(ledger)
     second = await granted(ledger, structs.replace(ID, key="key-2"))
     assert not await ledger.begin_task(second.token, "task", b"another", TTL)
@@ -159,7 +189,9 @@ async def test_an_id_of_another_records_task_is_refused(ledger: Ledger) -> None:
 
 
 @pytest.mark.parametrize("state", State)
-async def test_a_task_shows_its_record_in_every_state(state: State, ledger: Ledger, store: Store) -> None:
+async def test_task_shows_its_record_in_every_state(
+    state: State, ledger: Ledger, store: Store
+) -> None:
     record = await begun(ledger)
     if state is State.WAITING:
         assert await ledger.suspend(record.token, outcome_of(b'"interim"'), RETENTION)
@@ -177,7 +209,9 @@ async def test_a_task_shows_its_record_in_every_state(state: State, ledger: Ledg
     assert (await found(ledger)).version == 1
 
 
-async def test_a_task_stays_with_a_record_that_another_run_takes_over(ledger: Ledger, store: Store) -> None:
+async def test_task_stays_with_a_record_that_another_run_takes_over(
+    ledger: Ledger, store: Store
+) -> None:
     await begun(ledger, committed=False)
     store.age(ID, LEASE + 1)
     second = await granted(ledger, committed=False)
@@ -188,8 +222,11 @@ async def test_a_task_stays_with_a_record_that_another_run_takes_over(ledger: Le
 
 
 @pytest.mark.parametrize("remove", [remove_by_release, remove_by_resolve, remove_by_sweep])
-async def test_a_task_outlives_its_record(remove: Any, ledger: Ledger, store: Store) -> None:
-    """It is found by its own id. A new record under the old one is another record, maybe with other params."""
+async def test_task_outlives_its_record(remove: Any, ledger: Ledger, store: Store) -> None:
+    """It is found by its own id.
+
+    A new record under the old one is another record, maybe with other params.
+    """
     await remove(ledger, store, await begun(ledger))
     assert (await found(ledger)).now is None
     assert await ledger.task_of(ID) is None
@@ -205,7 +242,7 @@ async def test_a_task_outlives_its_record(remove: Any, ledger: Ledger, store: St
     assert (first.now, first.document, first.is_over) == (None, b"the end", True)
 
 
-async def test_the_last_task_of_a_record_is_its_task(ledger: Ledger, other: Ledger) -> None:
+async def test_record_has_its_last_task(ledger: Ledger, other: Ledger) -> None:
     record = await begun(ledger, "z")
     for id, handle in (("m", other), ("a", ledger), ("x", other)):
         assert await handle.begin_task(record.token, id, DOCUMENT, TTL)
@@ -214,47 +251,64 @@ async def test_the_last_task_of_a_record_is_its_task(ledger: Ledger, other: Ledg
         assert same((await found(ledger, id)).now, record)
 
 
-# --- versions --------------------------------------------------------------------------------------------------------
+# --- versions -------------------------------------------------------------------------------------
 
 
-async def test_a_change_writes_what_it_may_and_raises_the_version(ledger: Ledger, other: Ledger) -> None:
+async def test_change_writes_its_fields_and_raises_the_version(
+    ledger: Ledger, other: Ledger
+) -> None:
     record = await begun(ledger)
     task = await found(ledger)
     strange = {"record": structs.replace(ID, key="key-2"), "ttl_left": 1.0, "now": None}
-    assert await ledger.change_task(structs.replace(task, document=b"second", is_ready=True, is_over=True, **strange))
+    assert await ledger.change_task(
+        structs.replace(task, document=b"second", is_ready=True, is_over=True, **strange)
+    )
     for handle in (ledger, other):
         second = await found(handle)
-        assert (second.version, second.document, second.is_ready, second.is_over) == (2, b"second", True, True)
+        assert (second.version, second.document, second.is_ready, second.is_over) == (
+            2,
+            b"second",
+            True,
+            True,
+        )
         assert (second.record, second.ttl_left > TTL - 60) == (ID, True)
         assert same(second.now, record)
 
 
-async def test_a_change_of_another_version_is_refused(ledger: Ledger, other: Ledger) -> None:
+async def test_change_of_another_version_is_refused(ledger: Ledger, other: Ledger) -> None:
     await begun(ledger)
     first = await found(ledger)
     await change(other, document=b"second")
     for version in (0, 1, 3):
-        assert not await ledger.change_task(structs.replace(first, version=version, document=b"lost", is_over=True))
+        assert not await ledger.change_task(
+            structs.replace(first, version=version, document=b"lost", is_over=True)
+        )
     assert not await ledger.change_task(structs.replace(first, id="none"))
     assert await ledger.task("none") is None
     second = await found(ledger)
     assert (second.version, second.document, second.is_over) == (2, b"second", False)
 
 
-async def test_of_many_changes_of_one_version_exactly_one_is_accepted(ledger: Ledger, other: Ledger) -> None:
-    """Equal ones too: each is a change of its own."""
+async def test_changes_of_one_version_at_once_are_accepted_exactly_once(
+    ledger: Ledger, other: Ledger
+) -> None:
+    """Also for equal changes: each is a separate change."""
     await begun(ledger)
     for version in range(1, 6):
         task = await found(ledger)
         assert task.version == version
         changes = [structs.replace(task, document=b"%d" % (number // 2)) for number in range(12)]
-        accepted = await asyncio.gather(*((ledger, other)[n % 2].change_task(each) for n, each in enumerate(changes)))
+        accepted = await asyncio.gather(
+            *((ledger, other)[n % 2].change_task(each) for n, each in enumerate(changes))
+        )
         assert sum(accepted) == 1
         assert (await found(other)).document == changes[accepted.index(True)].document
 
 
-async def test_a_change_needs_no_token(ledger: Ledger) -> None:
-    """The process that gets an answer, or a wish to cancel, is not the one that runs the task."""
+async def test_change_needs_no_token(ledger: Ledger) -> None:
+    """The process that receives an answer, or a request to cancel, is not the one that runs the
+    task.
+    """
     record = await begun(ledger)
     await change(ledger, document=b"cancel")
     assert await ledger.complete(record.token, outcome_of(), RETENTION)
@@ -262,10 +316,12 @@ async def test_a_change_needs_no_token(ledger: Ledger) -> None:
     assert (await found(ledger)).version == 3
 
 
-# --- orphans ---------------------------------------------------------------------------------------------------------
+# --- orphans --------------------------------------------------------------------------------------
 
 
-async def test_a_running_task_is_an_orphan_when_its_lease_is_over(ledger: Ledger, other: Ledger, store: Store) -> None:
+async def test_running_task_is_an_orphan_when_its_lease_is_over(
+    ledger: Ledger, other: Ledger, store: Store
+) -> None:
     record = await begun(ledger)
     assert await ledger.orphans() == []
     store.age(ID, LEASE + 1)
@@ -279,7 +335,7 @@ async def test_a_running_task_is_an_orphan_when_its_lease_is_over(ledger: Ledger
     assert await ledger.orphans() == []
 
 
-async def test_a_waiting_task_is_an_orphan_when_it_is_ready(ledger: Ledger, other: Ledger) -> None:
+async def test_waiting_task_is_an_orphan_when_it_is_ready(ledger: Ledger, other: Ledger) -> None:
     record = await begun(ledger)
     await change(ledger, is_ready=True)
     assert await ledger.orphans() == [], "it runs"
@@ -293,7 +349,9 @@ async def test_a_waiting_task_is_an_orphan_when_it_is_ready(ledger: Ledger, othe
 
 
 @pytest.mark.parametrize("state", [State.DONE, State.UNKNOWN, State.TOMBSTONE])
-async def test_a_task_whose_record_has_ended_is_not_an_orphan(state: State, ledger: Ledger, store: Store) -> None:
+async def test_task_whose_record_has_ended_is_not_an_orphan(
+    state: State, ledger: Ledger, store: Store
+) -> None:
     record = await begun(ledger)
     await change(ledger, is_ready=True)
     if state is State.UNKNOWN:
@@ -307,7 +365,7 @@ async def test_a_task_whose_record_has_ended_is_not_an_orphan(state: State, ledg
     assert await ledger.orphans() == []
 
 
-async def test_a_task_that_is_over_is_not_an_orphan(ledger: Ledger, store: Store) -> None:
+async def test_task_that_is_over_is_not_an_orphan(ledger: Ledger, store: Store) -> None:
     await begun(ledger)
     store.age(ID, LEASE + 1)
     assert await ledger.orphans() == ["task"]
@@ -316,15 +374,17 @@ async def test_a_task_that_is_over_is_not_an_orphan(ledger: Ledger, store: Store
 
 
 @pytest.mark.parametrize("remove", [remove_by_release, remove_by_resolve, remove_by_sweep])
-async def test_a_task_without_its_record_is_not_an_orphan(remove: Any, ledger: Ledger, store: Store) -> None:
-    """Neither is it one of the record that came after."""
+async def test_task_without_its_record_is_not_an_orphan(
+    remove: Any, ledger: Ledger, store: Store
+) -> None:
+    """It is not an orphan of the next record either."""
     await remove(ledger, store, await begun(ledger))
     await granted(ledger)
     store.age(ID, LEASE + 1)
     assert await ledger.orphans() == []
 
 
-async def test_an_orphan_without_a_task_is_not_found(ledger: Ledger, store: Store) -> None:
+async def test_orphan_without_a_task_is_not_found(ledger: Ledger, store: Store) -> None:
     await granted(ledger)
     store.age(ID, LEASE + 1)
     assert await ledger.orphans() == []
@@ -333,7 +393,8 @@ async def test_an_orphan_without_a_task_is_not_found(ledger: Ledger, store: Stor
 async def test_orphans_are_found_among_many_others(ledger: Ledger, store: Store) -> None:
     expected = []
     for number in range(30):
-        id, name = structs.replace(ID, key=str(number)), f"task-{number}"
+        id = structs.replace(ID, key=str(number))
+        name = f"task-{number}"
         record = await begun(ledger, name, id)
         if number % 3 == 0:
             assert await ledger.lapse(record.token)
@@ -347,10 +408,12 @@ async def test_orphans_are_found_among_many_others(ledger: Ledger, store: Store)
     assert await ledger.orphans(limit=0) == []
 
 
-# --- the end ---------------------------------------------------------------------------------------------------------
+# --- the end --------------------------------------------------------------------------------------
 
 
-async def test_a_task_is_forgotten_after_its_ttl_and_its_record_is_not(ledger: Ledger, store: Store) -> None:
+async def test_task_is_forgotten_after_its_ttl_and_its_record_is_not(
+    ledger: Ledger, store: Store
+) -> None:
     record = await begun(ledger)
     assert await ledger.lapse(record.token)
     store.age_task("task", TTL - 60)
@@ -368,7 +431,7 @@ async def test_a_task_is_forgotten_after_its_ttl_and_its_record_is_not(ledger: L
     assert (await present(ledger)).token == record.token
 
 
-async def test_a_change_does_not_lengthen_the_ttl(ledger: Ledger, store: Store) -> None:
+async def test_change_does_not_lengthen_the_ttl(ledger: Ledger, store: Store) -> None:
     await begun(ledger)
     store.age_task("task", TTL - 60)
     await change(ledger, document=b"second")
@@ -376,14 +439,14 @@ async def test_a_change_does_not_lengthen_the_ttl(ledger: Ledger, store: Store) 
 
 
 @pytest.mark.parametrize("ttl", [1e9, 1e300, float("inf")])
-async def test_a_ttl_of_any_length_is_one(ttl: float, ledger: Ledger) -> None:
+async def test_ttl_may_have_any_length(ttl: float, ledger: Ledger) -> None:
     record = await granted(ledger)
     assert await ledger.begin_task(record.token, "task", DOCUMENT, ttl)
     assert (await found(ledger)).ttl_left > 0.9e9
 
 
-async def test_a_sweep_removes_tasks_within_its_limit(ledger: Ledger, store: Store) -> None:
-    """Records that are due come first. Redis forgets by itself, as soon as a ttl is over."""
+async def test_sweep_removes_tasks_within_its_limit(ledger: Ledger, store: Store) -> None:
+    """Due records come first. Redis removes tasks without a sweep, as soon as a ttl ends."""
     for number in range(5):
         id = structs.replace(ID, key=str(number))
         record = await begun(ledger, f"task-{number}", id)
@@ -398,7 +461,7 @@ async def test_a_sweep_removes_tasks_within_its_limit(ledger: Ledger, store: Sto
     assert (await found(ledger)).version == 1
 
 
-# --- lives of a handle -----------------------------------------------------------------------------------------------
+# --- lives of a handle ----------------------------------------------------------------------------
 
 
 @durable_only
@@ -412,7 +475,9 @@ async def test_tasks_are_kept_when_the_ledger_is_closed_and_opened_again(store: 
     await ledger.aclose()
     ledger = await store.open()
     after = await found(ledger)
-    assert structs.replace(after, ttl_left=0, now=None) == structs.replace(before, ttl_left=0, now=None)
+    assert structs.replace(after, ttl_left=0, now=None) == structs.replace(
+        before, ttl_left=0, now=None
+    )
     assert same(after.now, before.now)
     assert await ledger.orphans() == ["orphan"]
     third = await granted(ledger, structs.replace(ID, key="key-3"))
@@ -423,7 +488,7 @@ async def test_tasks_are_kept_when_the_ledger_is_closed_and_opened_again(store: 
 
 @durable_only
 @pytest.mark.parametrize("method", METHODS)
-async def test_a_closed_ledger_is_down_for_tasks_too(method: str, store: Store) -> None:
+async def test_closed_ledger_is_down_for_tasks(method: str, store: Store) -> None:
     ledger = await store.open()
     record = await begun(ledger)
     await ledger.aclose()
@@ -432,7 +497,7 @@ async def test_a_closed_ledger_is_down_for_tasks_too(method: str, store: Store) 
 
 
 @pytest.mark.parametrize("method", METHODS)
-async def test_a_caller_that_goes_away_leaves_whole_tasks(method: str, ledger: Ledger) -> None:
+async def test_caller_that_leaves_does_not_tear_a_task(method: str, ledger: Ledger) -> None:
     """Cancelled at every step of the wait: the task is then as it was, or changed as a whole."""
     for steps in range(8):
         id = structs.replace(ID, key=f"{method}-{steps}")
@@ -445,4 +510,6 @@ async def test_a_caller_that_goes_away_leaves_whole_tasks(method: str, ledger: L
         left = await ledger.task("task")
         assert left is None or left.document == DOCUMENT
         assert await ledger.begin_task(record.token, f"{method}-{steps}", DOCUMENT, TTL)
-        assert (task_of := await ledger.task_of(id)) is not None and task_of.id == f"{method}-{steps}"
+        assert (
+            task_of := await ledger.task_of(id)
+        ) is not None and task_of.id == f"{method}-{steps}"

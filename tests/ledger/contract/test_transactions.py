@@ -1,50 +1,20 @@
-"""A transaction on a record that its claimer already holds under a lease: the record of a task, and its handler's writes."""
+"""A transaction on a record under a lease: the record of a task, and its handler's writes."""
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import closing
 from typing import Any, cast
 
-import apsw
-import psycopg
 import pytest
 
 from tests.ledger import ID, LEASE, RETENTION, claim_of, outcome_of, present, same
 from tests.ledger.contract import TTL
-from tests.servers import TRANSACTIONAL, Store
-from wirecall.ledger.base import Claim, Ledger, Record, State, Transaction, Transactional, TryAgain
+from tests.ledger.effects import Effects, only_postgres, transactional
+from tests.servers import Store
+from wirecall.ledger.base import Claim, Ledger, Record, State, Transactional, TryAgain
 
 WAIT = 20.0
 
-transactional = pytest.mark.parametrize("store", TRANSACTIONAL, indirect=True)
-only_postgres = pytest.mark.parametrize("store", ["postgres"], indirect=True)
 only_sqlite = pytest.mark.parametrize("store", ["sqlite"], indirect=True)
-
-
-class Effects:
-    """A table beside the ledger."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self.ask("CREATE TABLE IF NOT EXISTS effects (cents integer)")
-        self.ask("DELETE FROM effects")
-
-    async def act(self, transaction: Transaction) -> None:
-        inserted = transaction.db.execute("INSERT INTO effects VALUES (5)")
-        if self._store.kind == "postgres":
-            await inserted
-
-    @property
-    def number(self) -> int:
-        return cast(int, self.ask("SELECT count(*) FROM effects")[0][0])
-
-    def ask(self, statement: str) -> Any:
-        if self._store.kind == "sqlite":
-            with closing(apsw.Connection(self._store.url.removeprefix("sqlite:"))) as db:
-                return db.execute(statement).fetchall()
-        with psycopg.connect(self._store.url, autocommit=True) as connection:
-            cursor = connection.execute(statement.encode())
-            return cursor.fetchall() if cursor.description else None
 
 
 @pytest.fixture
@@ -78,7 +48,7 @@ def transaction(ledger: Ledger, claim: Claim) -> Any:
 
 
 @transactional
-async def test_it_opens_on_the_record_and_completes_it(
+async def test_transaction_opens_on_its_record_and_completes_it(
     ledger: Ledger, other: Ledger, effects: Effects, claim: Claim, held: Record
 ) -> None:
     async with transaction(ledger, claim) as opened:
@@ -88,13 +58,18 @@ async def test_it_opens_on_the_record_and_completes_it(
         assert (await present(other)).state is State.RUNNING
         await opened.complete(outcome_of(), RETENTION, undo=False)
     done = await present(other)
-    assert (done.state, done.outcome, done.token, done.attempts) == (State.DONE, outcome_of(), held.token, 1)
+    assert (done.state, done.outcome, done.token, done.attempts) == (
+        State.DONE,
+        outcome_of(),
+        held.token,
+        1,
+    )
     assert effects.number == 1
     assert (task := await ledger.task("task")) is not None and same(task.now, done)
 
 
 @transactional
-async def test_a_domain_error_undoes_the_writes_and_keeps_the_outcome(
+async def test_domain_error_undoes_the_writes_and_keeps_the_outcome(
     ledger: Ledger, effects: Effects, claim: Claim, held: Record
 ) -> None:
     async with transaction(ledger, claim) as opened:
@@ -105,10 +80,12 @@ async def test_a_domain_error_undoes_the_writes_and_keeps_the_outcome(
 
 
 @transactional
-async def test_without_an_outcome_the_writes_are_undone_and_the_record_runs_on(
+async def test_transaction_without_an_outcome_undoes_its_writes_and_keeps_the_record(
     ledger: Ledger, effects: Effects, claim: Claim, held: Record
 ) -> None:
-    """The handler asked a question or failed: its holder suspends, lapses or releases the record, or tries again."""
+    """The handler asked a question or failed: its holder suspends, lapses or releases the record,
+    or tries again.
+    """
 
     async def fail() -> None:
         async with transaction(ledger, claim) as opened:
@@ -129,7 +106,7 @@ async def test_without_an_outcome_the_writes_are_undone_and_the_record_runs_on(
 
 @transactional
 @pytest.mark.parametrize("steps", range(4))
-async def test_a_caller_that_is_cancelled_leaves_the_record_as_it_was(
+async def test_caller_that_is_cancelled_leaves_the_record_as_it_was(
     steps: int, ledger: Ledger, effects: Effects, claim: Claim, held: Record
 ) -> None:
     async def handle() -> None:
@@ -148,7 +125,7 @@ async def test_a_caller_that_is_cancelled_leaves_the_record_as_it_was(
 
 
 @transactional
-async def test_it_opens_after_the_lease_too_as_long_as_another_run_has_not_claimed_the_record(
+async def test_transaction_opens_after_the_lease_until_another_run_claims_the_record(
     ledger: Ledger, store: Store, effects: Effects, claim: Claim, held: Record
 ) -> None:
     store.age(ID, LEASE + 1)
@@ -161,7 +138,9 @@ async def test_it_opens_after_the_lease_too_as_long_as_another_run_has_not_claim
 
 
 @transactional
-async def test_a_record_under_another_claim_is_only_given_back(ledger: Ledger, claim: Claim, held: Record) -> None:
+async def test_transaction_on_a_record_under_another_claim_only_returns_the_record(
+    ledger: Ledger, claim: Claim, held: Record
+) -> None:
     async with transaction(ledger, claim_of(on_crash="transactional")) as found:
         assert same(found.record, held)
     assert same(await present(ledger), held)
@@ -169,7 +148,7 @@ async def test_a_record_under_another_claim_is_only_given_back(ledger: Ledger, c
 
 @transactional
 @pytest.mark.parametrize("state", [State.WAITING, State.DONE, State.UNKNOWN])
-async def test_a_record_that_does_not_run_is_only_given_back(
+async def test_transaction_on_a_record_that_does_not_run_only_returns_the_record(
     state: State, ledger: Ledger, claim: Claim, held: Record
 ) -> None:
     if state is State.WAITING:
@@ -185,7 +164,7 @@ async def test_a_record_that_does_not_run_is_only_given_back(
 
 
 @only_postgres
-async def test_others_renew_the_lease_meanwhile(
+async def test_lease_can_be_renewed_during_a_transaction(
     ledger: Ledger, other: Ledger, store: Store, effects: Effects, claim: Claim, held: Record
 ) -> None:
     async with transaction(ledger, claim) as opened:
@@ -203,8 +182,14 @@ async def test_others_renew_the_lease_meanwhile(
 
 @only_postgres
 @pytest.mark.parametrize("end", ["taken over", "removed", "done"])
-async def test_a_record_that_its_claimer_has_lost_undoes_the_writes(
-    end: str, ledger: Ledger, other: Ledger, store: Store, effects: Effects, claim: Claim, held: Record
+async def test_transaction_undoes_its_writes_if_its_claimer_has_lost_the_record(
+    end: str,
+    ledger: Ledger,
+    other: Ledger,
+    store: Store,
+    effects: Effects,
+    claim: Claim,
+    held: Record,
 ) -> None:
     async with transaction(ledger, claim) as opened:
         await effects.act(opened)
@@ -223,7 +208,7 @@ async def test_a_record_that_its_claimer_has_lost_undoes_the_writes(
 
 
 @only_postgres
-async def test_an_outcome_that_has_become_unknown_meanwhile_is_a_late_truth(
+async def test_transaction_completes_a_record_that_became_unknown(
     ledger: Ledger, other: Ledger, store: Store, effects: Effects, claim: Claim, held: Record
 ) -> None:
     async with transaction(ledger, claim) as opened:
@@ -236,14 +221,16 @@ async def test_an_outcome_that_has_become_unknown_meanwhile_is_a_late_truth(
 
 
 @only_sqlite
-async def test_the_lock_of_the_file_holds_up_all_others_meanwhile(
+async def test_transaction_in_sqlite_blocks_all_other_writers(
     ledger: Ledger, store: Store, effects: Effects, claim: Claim, held: Record
 ) -> None:
-    """So the lease cannot be renewed, but neither can another run claim the record."""
+    """So the lease cannot be renewed, but another run cannot claim the record either."""
     async with transaction(ledger, claim) as opened:
         await effects.act(opened)
         beat = asyncio.create_task(ledger.heartbeat(held.token, LEASE))
-        claimed = asyncio.create_task(ledger.claim(claim_of(ID, on_crash="rerun", fingerprint=held.fingerprint)))
+        claimed = asyncio.create_task(
+            ledger.claim(claim_of(ID, on_crash="rerun", fingerprint=held.fingerprint))
+        )
         await opened.complete(outcome_of(), RETENTION, undo=False)
     assert not await beat
     assert (await claimed).state in (State.RUNNING, State.DONE)

@@ -1,6 +1,7 @@
-"""Redis in a cluster, and with replicas: the node that holds a record is found, and no other node answers for it.
+"""Redis in a cluster, and with replicas: the node that holds a record is found, and no other node
+answers for it.
 
-Killed primaries under load stand in `tests/faults/test_killed_servers.py`; the contract of a cluster, in `tests/ledger`.
+`tests/faults/test_killed_servers.py` kills primaries under load; `tests/ledger` has the contract.
 """
 
 import asyncio
@@ -18,8 +19,19 @@ from redis.exceptions import MovedError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeout
 
 from tests.faults import Caller, Effects, check, child, eventually, make_shop
-from tests.ledger import ID, LEASE, RETENTION, answers_again, claim_of, granted, in_state, outcome_of, present, same
-from tests.ledger.contract.test_delivery import OTHER_LIKENESS, claimed, is_match, is_new, keyless, lose, write
+from tests.ledger import (
+    ID,
+    LEASE,
+    RETENTION,
+    answers_again,
+    claim_of,
+    granted,
+    in_state,
+    outcome_of,
+    present,
+    same,
+)
+from tests.ledger.keyless import OTHER_LIKENESS, claimed, is_match, is_new, keyless, lose, write
 from tests.servers import Redis, RedisCluster, Store, make_store
 from wirecall import UsageError
 from wirecall.ledger.base import Ledger, LedgerDown, Record, RecordId, State, open_ledger
@@ -46,11 +58,11 @@ async def other(store: Store) -> AsyncIterator[Ledger]:
     await opened.aclose()
 
 
-# --- records that move -----------------------------------------------------------------------------------------------
+# --- records that move ----------------------------------------------------------------------------
 
 
 class Move:
-    """A slot on its way from one primary to another, by hand: begin, take the keys along, end."""
+    """A slot that moves from one primary to another, by hand: begin, take the keys along, end."""
 
     def __init__(self, cluster: RedisCluster, store: Store, id: RecordId | str) -> None:
         """With a record, or with another key of the ledger."""
@@ -71,14 +83,19 @@ class Move:
         self.source.ask("MIGRATE", "127.0.0.1", self.target.port, self._name, 0, 5000)
 
     def take_the_index_along(self) -> None:
-        self.source.ask("MIGRATE", "127.0.0.1", self.target.port, self._name.partition("}")[0] + "}", 0, 5000)
+        self.source.ask(
+            "MIGRATE", "127.0.0.1", self.target.port, self._name.partition("}")[0] + "}", 0, 5000
+        )
 
     def end(self) -> None:
-        for node in (self.target, *(node for node in self._cluster.nodes if node is not self.target)):
+        for node in (
+            self.target,
+            *(node for node in self._cluster.nodes if node is not self.target),
+        ):
             node.ask("CLUSTER", "SETSLOT", self.slot, "NODE", _identity(self.target))
 
     def undo(self) -> None:
-        """However far it came: the slot, without keys, is where it was."""
+        """Undo the move at any step: the slot, without keys, is where it was."""
         self.end()
         for name in self.target.ask("CLUSTER", "GETKEYSINSLOT", self.slot, 100):
             self.target.ask("DEL", name)
@@ -99,7 +116,9 @@ def move(cluster_server: RedisCluster, store: Store) -> Iterator[Move]:
     move.undo()
 
 
-async def test_a_record_is_found_where_its_slot_went(ledger: Ledger, other: Ledger, move: Move) -> None:
+async def test_record_is_found_after_its_slot_moved(
+    ledger: Ledger, other: Ledger, move: Move
+) -> None:
     """MOVED: at any step of the move, both handles see one record, and only one claim is granted."""
     record = await granted(ledger)
     move.begin()
@@ -115,19 +134,27 @@ async def test_a_record_is_found_where_its_slot_went(ledger: Ledger, other: Ledg
     assert [record.id for record in await other.list()] == [ID]
 
 
-async def test_a_new_record_is_made_where_its_slot_goes(ledger: Ledger, other: Ledger, move: Move) -> None:
+async def test_new_record_is_made_on_the_node_that_imports_its_slot(
+    ledger: Ledger, other: Ledger, move: Move
+) -> None:
     """ASK: the old server has no such key, so only the new one may make it."""
     move.begin()
     claims = [claim_of() for _ in range(20)]
-    records = await asyncio.gather(*((ledger, other)[n % 2].claim(claim) for n, claim in enumerate(claims)))
-    assert sum(record.nonce == claim.nonce for record, claim in zip(records, claims, strict=True)) == 1
+    records = await asyncio.gather(
+        *((ledger, other)[n % 2].claim(claim) for n, claim in enumerate(claims))
+    )
+    assert (
+        sum(record.nonce == claim.nonce for record, claim in zip(records, claims, strict=True)) == 1
+    )
     assert len({record.token for record in records}) == 1
     move.end()
     assert same(await other.get(ID), await present(ledger))
 
 
-async def test_claims_race_while_their_slot_moves(ledger: Ledger, other: Ledger, move: Move) -> None:
-    """However the two meet, a key is granted once."""
+async def test_claims_race_while_their_slot_moves(
+    ledger: Ledger, other: Ledger, move: Move
+) -> None:
+    """In any order of the two, a key is granted once."""
     record = await granted(ledger)
 
     async def ask(handle: Ledger) -> None:
@@ -143,7 +170,7 @@ async def test_claims_race_while_their_slot_moves(ledger: Ledger, other: Ledger,
     await asyncio.gather(ask(ledger), ask(other), asyncio.to_thread(carry))
 
 
-async def test_servers_that_send_a_command_round_in_a_circle_are_ledger_down(
+async def test_redirections_in_a_circle_are_ledger_down(
     ledger: Ledger, move: Move, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each says that the other has it, and none has run anything."""
@@ -155,12 +182,14 @@ async def test_servers_that_send_a_command_round_in_a_circle_are_ledger_down(
     assert (await granted(ledger)).attempts == 1
 
 
-# --- records of calls without a key that move -------------------------------------------------------------------------
+# --- records of calls without a key that move -----------------------------------------------------
 
 
 @pytest.fixture
-async def lost(ledger: Ledger, cluster_server: RedisCluster, store: Store) -> AsyncIterator[tuple[Record, Move]]:
-    """A record that is done and whose answer is lost, and the way of its slot."""
+async def lost(
+    ledger: Ledger, cluster_server: RedisCluster, store: Store
+) -> AsyncIterator[tuple[Record, Move]]:
+    """A record that is done and whose answer is lost, and the move of its slot."""
     record = await claimed(ledger)
     assert await ledger.complete(record.token, outcome_of(), RETENTION)
     await lose(ledger, record)
@@ -170,18 +199,23 @@ async def lost(ledger: Ledger, cluster_server: RedisCluster, store: Store) -> As
 
 
 @pytest.mark.parametrize("is_index_first", [True, False])
-async def test_a_lost_answer_is_not_overlooked_while_its_slot_moves(
+async def test_lost_answer_is_not_overlooked_while_its_slot_moves(
     is_index_first: bool, ledger: Ledger, other: Ledger, lost: tuple[Record, Move]
 ) -> None:
-    """Between its record and its index a slot takes no equal call, and no command runs twice."""
+    """While a slot has only the record or only the index, it refuses equal calls: no command runs
+    twice.
+    """
     record, move = lost
-    first, second = move.take_the_index_along, move.take_along
+    first = move.take_the_index_along
+    second = move.take_along
     move.begin()
     if not is_index_first:
         first, second = second, first
     first()
     for handle in (ledger, other):
-        with pytest.raises(LedgerDown, match="moves this slot" if is_index_first else "non local key"):
+        with pytest.raises(
+            LedgerDown, match="moves this slot" if is_index_first else "non local key"
+        ):
             await handle.claim(keyless())
     assert [each.id for each in await ledger.list()] == [record.id]
     second()
@@ -193,12 +227,13 @@ async def test_a_lost_answer_is_not_overlooked_while_its_slot_moves(
 
 
 @pytest.mark.parametrize("is_index_first", [True, False])
-async def test_the_end_of_an_answer_is_recorded_while_its_slot_moves(
+async def test_delivery_is_recorded_while_its_slot_moves(
     is_index_first: bool, ledger: Ledger, lost: tuple[Record, Move]
 ) -> None:
     """The index that is elsewhere keeps a member that matches nothing."""
     record, move = lost
-    first, second = move.take_the_index_along, move.take_along
+    first = move.take_the_index_along
+    second = move.take_along
     move.begin()
     if not is_index_first:
         first, second = second, first
@@ -210,7 +245,7 @@ async def test_the_end_of_an_answer_is_recorded_while_its_slot_moves(
     assert await is_new(ledger, keyless())
 
 
-async def test_a_call_without_a_key_is_recorded_where_its_slot_goes(
+async def test_call_without_a_key_is_recorded_on_the_node_that_imports_its_slot(
     ledger: Ledger, other: Ledger, cluster_server: RedisCluster, store: Store
 ) -> None:
     first = keyless()
@@ -226,11 +261,13 @@ async def test_a_call_without_a_key_is_recorded_where_its_slot_goes(
         move.undo()
 
 
-# --- tasks that move -------------------------------------------------------------------------------------------------
+# --- tasks that move ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [f"{ID.caller}:{ID.method}:{ID.key}", "task:old", "task:new", "tasks-5"])
-async def test_a_task_is_begun_changed_and_found_while_one_of_its_keys_moves(
+@pytest.mark.parametrize(
+    "name", [f"{ID.caller}:{ID.method}:{ID.key}", "task:old", "task:new", "tasks-5"]
+)
+async def test_task_is_begun_changed_and_found_while_one_of_its_keys_moves(
     name: str, ledger: Ledger, other: Ledger, cluster_server: RedisCluster, store: Store
 ) -> None:
     """The record, a task that is there, one that is new, or the set that has both."""
@@ -261,25 +298,31 @@ async def test_a_task_is_begun_changed_and_found_while_one_of_its_keys_moves(
         move.undo()
 
 
-# --- opening ---------------------------------------------------------------------------------------------------------
+# --- opening --------------------------------------------------------------------------------------
 
 
-async def test_any_node_stands_for_the_whole_cluster(cluster_server: RedisCluster, store: Store, ledger: Ledger) -> None:
+async def test_cluster_is_opened_through_any_node(
+    cluster_server: RedisCluster, store: Store, ledger: Ledger
+) -> None:
     await asyncio.gather(*(granted(ledger, id) for id in IDS))
     query = store.url.partition("?")[2]
     for node in cluster_server.nodes:
         assert 0 < node.ask("DBSIZE") < sum(each.ask("DBSIZE") for each in cluster_server.nodes)
         one = await open_ledger(f"{node.url}?{query}")
-        assert [record.id for record in await one.list()] == sorted(IDS)
+        assert sorted(record.id for record in await one.list()) == sorted(IDS)
         await one.aclose()
 
 
-async def test_every_primary_is_checked(cluster_server: RedisCluster, store: Store) -> None:
+async def test_cluster_has_every_primary_checked(
+    cluster_server: RedisCluster, store: Store
+) -> None:
     last = cluster_server.nodes[2]
     last.ask("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
     last.ask("CONFIG", "SET", "maxmemory", "100mb")
     try:
-        with pytest.raises(LedgerDown, match=rf"127.0.0.1:{last.port}/0 cannot be a ledger(.|\n)*allkeys-lru"):
+        with pytest.raises(
+            LedgerDown, match=rf"127.0.0.1:{last.port}/0 cannot be a ledger(.|\n)*allkeys-lru"
+        ):
             await store.open()
     finally:
         last.ask("CONFIG", "SET", "maxmemory", "0")
@@ -287,14 +330,20 @@ async def test_every_primary_is_checked(cluster_server: RedisCluster, store: Sto
 
 
 @pytest.mark.parametrize("database", [1, 99])
-async def test_a_missing_database_is_reported_at_once(database: int, store: Store) -> None:
-    """A cluster has only the first (in Valkey 9, as many as it is given)."""
-    with pytest.raises(LedgerDown, match=r"SELECT is not allowed in cluster mode|DB index is out of range"):
+async def test_missing_database_is_reported_at_once(database: int, store: Store) -> None:
+    """A cluster has only the first (Valkey 9 has as many as configured)."""
+    with pytest.raises(
+        LedgerDown, match=r"SELECT is not allowed in cluster mode|DB index is out of range"
+    ):
         await open_ledger(store.url.replace("/0?", f"/{database}?"))
 
 
-async def test_a_cluster_that_forbids_info_is_detected(cluster_server: RedisCluster, store: Store) -> None:
-    """A managed server may forbid INFO: then the first record that another node holds tells, and the others follow."""
+async def test_cluster_that_forbids_info_is_detected(
+    cluster_server: RedisCluster, store: Store
+) -> None:
+    """A managed server may forbid INFO: then the first record on another node shows that it is a
+    cluster.
+    """
     for node in cluster_server.nodes:
         node.ask("ACL", "SETUSER", "guest", "on", "nopass", "~*", "+@all", "-info")
     try:
@@ -307,7 +356,7 @@ async def test_a_cluster_that_forbids_info_is_detected(cluster_server: RedisClus
             node.ask("ACL", "DELUSER", "guest")
 
 
-async def test_a_cluster_without_a_server_for_every_slot_is_down() -> None:
+async def test_cluster_without_a_server_for_every_slot_is_down() -> None:
     with _started(Redis(**{"cluster-enabled": "yes"})) as node:
         node.ask("CLUSTER", "ADDSLOTS", *range(16_000))
         with pytest.raises(LedgerDown, match="16000 of 16384"):
@@ -321,15 +370,15 @@ async def test_a_cluster_without_a_server_for_every_slot_is_down() -> None:
 async def _is_granted(ledger: Ledger) -> bool:
     try:
         return bool(await granted(ledger))
-    except LedgerDown:  # it takes a moment until it believes that the cluster is whole
+    except LedgerDown:  # the node needs a moment to find that the cluster is complete
         return False
 
 
-# --- a primary that is gone ------------------------------------------------------------------------------------------
+# --- a primary that is gone -----------------------------------------------------------------------
 
 
-async def test_an_operation_on_all_records_fails_rather_than_leave_some_out() -> None:
-    """And the sweep goes on with the others, as long as they serve without the one."""
+async def test_operation_on_all_records_fails_if_a_primary_is_gone() -> None:
+    """The sweep continues with the others, as long as they serve without the one."""
     cluster = RedisCluster()
     try:
         cluster.start()
@@ -364,7 +413,9 @@ async def _swept(ledger: Ledger) -> int | None:
         return None
 
 
-async def test_a_primary_that_falls_silent_holds_up_only_its_own_records(cluster_server: RedisCluster, store: Store) -> None:
+async def test_silent_primary_delays_only_its_own_records(
+    cluster_server: RedisCluster, store: Store
+) -> None:
     ledger = await open_ledger(store.url + "&socket_timeout=2")
     await asyncio.gather(*(granted(ledger, id) for id in IDS))
     silent = cluster_server.nodes[1]
@@ -384,7 +435,7 @@ async def test_a_primary_that_falls_silent_holds_up_only_its_own_records(cluster
     await ledger.aclose()
 
 
-# --- closing ---------------------------------------------------------------------------------------------------------
+# --- closing --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -395,10 +446,10 @@ def watched() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("watched")
-async def test_an_operation_that_fails_while_its_ledger_closes_leaves_no_connection_open(
+async def test_operation_that_fails_while_its_ledger_closes_leaves_no_connection_open(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A failure has the map read anew, but not on connections that are being closed."""
+    """After a failure the client reads the map again, but not on connections that are being closed."""
 
     async def fail(*_: object) -> None:
         raise RedisError("cut")
@@ -407,17 +458,19 @@ async def test_an_operation_that_fails_while_its_ledger_closes_leaves_no_connect
         ledger = await store.open()
         with monkeypatch.context() as patch:
             patch.setattr(redis_connection.Connections, "exchange", fail)
-            asked, closed = asyncio.ensure_future(ledger.get(ID)), asyncio.ensure_future(ledger.aclose())
+            asked = asyncio.ensure_future(ledger.get(ID))
+            closed = asyncio.ensure_future(ledger.aclose())
             await closed
             with pytest.raises(LedgerDown, match="cut"):
                 await asked
 
 
 @pytest.mark.usefixtures("watched")
-async def test_an_operation_that_is_sent_on_while_its_ledger_closes_has_its_answer(
+async def test_operation_that_is_redirected_while_its_ledger_closes_is_answered(
     cluster_server: RedisCluster, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    moved, exchange = MovedError(f"0 127.0.0.1:{cluster_server.nodes[1].port}"), redis_connection.Connections.exchange
+    moved = MovedError(f"0 127.0.0.1:{cluster_server.nodes[1].port}")
+    exchange = redis_connection.Connections.exchange
 
     async def move(connections: redis_connection.Connections, node: Any, asks: Any) -> Any:
         monkeypatch.setattr(redis_connection.Connections, "exchange", exchange)
@@ -426,22 +479,27 @@ async def test_an_operation_that_is_sent_on_while_its_ledger_closes_has_its_answ
     for id in IDS[:10]:
         ledger = await store.open()
         monkeypatch.setattr(redis_connection.Connections, "exchange", move)
-        asked, closed = asyncio.ensure_future(ledger.get(id)), asyncio.ensure_future(ledger.aclose())
+        asked = asyncio.ensure_future(ledger.get(id))
+        closed = asyncio.ensure_future(ledger.aclose())
         await closed
         assert asked.done() and await asked is None
 
 
 @pytest.mark.usefixtures("watched")
-async def test_a_ledger_that_is_closed_while_it_reads_the_map_leaves_no_connection_open(store: Store) -> None:
-    ledger = await asyncio.to_thread(lambda: asyncio.run(store.open()))  # in this loop the map is read anew
-    asked, closed = asyncio.ensure_future(ledger.get(ID)), asyncio.ensure_future(ledger.aclose())
+async def test_ledger_that_is_closed_while_it_reads_the_map_leaves_no_connection_open(
+    store: Store,
+) -> None:
+    # In this loop the map is read again.
+    ledger = await asyncio.to_thread(lambda: asyncio.run(store.open()))
+    asked = asyncio.ensure_future(ledger.get(ID))
+    closed = asyncio.ensure_future(ledger.aclose())
     await closed
     with pytest.raises(LedgerDown, match="the ledger is closed"):
         await asked
 
 
 @pytest.mark.usefixtures("watched")
-async def test_a_node_that_takes_too_long_to_close_leaves_no_other_open(
+async def test_node_that_takes_too_long_to_close_leaves_no_other_open(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a busy machine, the two seconds that redis-py allows may pass."""
@@ -456,17 +514,20 @@ async def test_a_node_that_takes_too_long_to_close_leaves_no_other_open(
     await ledger.aclose()
 
 
-# --- two processes ---------------------------------------------------------------------------------------------------
+# --- two processes --------------------------------------------------------------------------------
 
 
-async def test_two_processes_send_the_same_commands_to_a_cluster(store: Store, effects: Effects) -> None:
-    caller, keys = Caller(), [f"key-{number}" for number in range(60)]
+async def test_cluster_runs_commands_of_two_processes_once(store: Store, effects: Effects) -> None:
+    caller = Caller()
+    keys = [f"key-{number}" for number in range(60)]
     async with child(store.url, effects) as there, make_shop(store.url, effects) as here:
-        await there.tell("race", keys, 4, 20)
-        await there.hear("ready")
-        await there.tell("go")
-        answers = [await caller.call(here, "charge", key) for key in reversed(keys) for _ in range(4)]
-        told = await there.hear("race")
+        await there.send("race", keys, 4, 20)
+        await there.next_value("ready")
+        await there.send("go")
+        answers = [
+            await caller.call(here, "charge", key) for key in reversed(keys) for _ in range(4)
+        ]
+        told = await there.next_value("race")
     assert all(answer.error is None for answer in answers), answers
     done = {effect.key: effect.run for effect in effects.all()}
     assert len(effects.all()) == len(done) == len(keys)
@@ -477,7 +538,7 @@ async def test_two_processes_send_the_same_commands_to_a_cluster(store: Store, e
     check(caller.history, effects.all())
 
 
-# --- replicas --------------------------------------------------------------------------------------------------------
+# --- replicas -------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -492,7 +553,10 @@ def _started(server: Redis) -> Iterator[Redis]:
 @pytest.fixture
 def pair() -> Iterator[tuple[Redis, Redis]]:
     """A primary and its replica."""
-    with _started(Redis()) as primary, _started(Redis(replicaof=f"127.0.0.1 {primary.port}")) as replica:
+    with (
+        _started(Redis()) as primary,
+        _started(Redis(replicaof=f"127.0.0.1 {primary.port}")) as replica,
+    ):
         RedisCluster.wait_until(replica.is_in_step)
         yield primary, replica
 
@@ -501,8 +565,12 @@ async def test_acknowledged_writes_are_on_the_replica(pair: tuple[Redis, Redis])
     primary, replica = pair
     ledger = await open_ledger(primary.url + "?replicas=1")
     records = await asyncio.gather(*(granted(ledger, id) for id in IDS))
-    assert replica.ask("DBSIZE") == len(IDS)
-    assert all(await asyncio.gather(*(ledger.complete(record.token, outcome_of(), RETENTION) for record in records)))
+    assert len(replica.ask("KEYS", "*:*:*:*")) == len(IDS)
+    assert all(
+        await asyncio.gather(
+            *(ledger.complete(record.token, outcome_of(), RETENTION) for record in records)
+        )
+    )
     primary.kill()
     replica.ask("REPLICAOF", "NO", "ONE")
     successor = await open_ledger(replica.url)
@@ -511,8 +579,10 @@ async def test_acknowledged_writes_are_on_the_replica(pair: tuple[Redis, Redis])
     await ledger.aclose()
 
 
-async def test_without_enough_replicas_nothing_runs_and_nothing_is_left(pair: tuple[Redis, Redis], effects: Effects) -> None:
-    """The claim that too few hold is refused and taken back; with the replica, everything goes on."""
+async def test_claim_without_enough_replicas_runs_nothing_and_leaves_no_record(
+    pair: tuple[Redis, Redis], effects: Effects
+) -> None:
+    """The claim that too few hold is refused and released; with the replica, everything continues."""
     primary, replica = pair
     caller = Caller()
     async with make_shop(primary.url + "?replicas=1", effects) as app:
@@ -520,7 +590,8 @@ async def test_without_enough_replicas_nothing_runs_and_nothing_is_left(pair: tu
         replica.kill()
         refused = await caller.call(app, "charge", "key")
         assert (refused.code, refused.ran) == (50310, "no")
-        assert (await caller.call(app, "charge", "before")).code == 50310  # a replay too, for a time that is not known
+        # A replay too, until the replica returns.
+        assert (await caller.call(app, "charge", "before")).code == 50310
         assert len(effects.all()) == 1
         ledger = await open_ledger(primary.url)
         await eventually(lambda: _is_absent(ledger, RecordId("", "charge", "key")))
@@ -532,10 +603,13 @@ async def test_without_enough_replicas_nothing_runs_and_nothing_is_left(pair: tu
     check(caller.history, effects.all())
 
 
-async def test_an_outcome_that_only_the_primary_holds_is_not_replayed(pair: tuple[Redis, Redis]) -> None:
-    """A replica that takes over would not know the answer that this caller got."""
+async def test_outcome_that_only_the_primary_holds_is_not_replayed(
+    pair: tuple[Redis, Redis],
+) -> None:
+    """A replica that takes over would not have the answer that this caller got."""
     primary, replica = pair
-    writer, ledger = await open_ledger(primary.url), await open_ledger(primary.url + "?replicas=1")
+    writer = await open_ledger(primary.url)
+    ledger = await open_ledger(primary.url + "?replicas=1")
     token = (await granted(ledger)).token
     assert replica.process is not None
     replica.process.send_signal(signal.SIGSTOP)
@@ -551,10 +625,13 @@ async def test_an_outcome_that_only_the_primary_holds_is_not_replayed(pair: tupl
     await ledger.aclose()
 
 
-async def test_an_equal_call_does_not_get_a_record_that_only_the_primary_holds(pair: tuple[Redis, Redis]) -> None:
-    """Neither of one that it waits for, nor of one that it takes over."""
+async def test_equal_call_does_not_get_a_record_that_only_the_primary_holds(
+    pair: tuple[Redis, Redis],
+) -> None:
+    """Whether the call waits for the record or takes it over."""
     primary, replica = pair
-    writer, ledger = await open_ledger(primary.url), await open_ledger(primary.url + "?replicas=1")
+    writer = await open_ledger(primary.url)
+    ledger = await open_ledger(primary.url + "?replicas=1")
     assert await is_new(ledger, keyless(OTHER_LIKENESS))
     assert replica.process is not None
     replica.process.send_signal(signal.SIGSTOP)
@@ -575,11 +652,13 @@ async def _is_absent(ledger: Ledger, id: RecordId) -> bool:
     return await ledger.get(id) is None
 
 
-async def test_an_effect_whose_record_too_few_replicas_hold_is_answered_and_recorded_later(
+async def test_effect_without_enough_replicas_is_answered_and_recorded_later(
     pair: tuple[Redis, Redis], effects: Effects
 ) -> None:
     primary, replica = pair
-    caller, entered, go = Caller(), asyncio.Event(), asyncio.Event()
+    caller = Caller()
+    entered = asyncio.Event()
+    go = asyncio.Event()
 
     async def pause() -> None:
         entered.set()
@@ -596,13 +675,15 @@ async def test_an_effect_whose_record_too_few_replicas_hold_is_answered_and_reco
     check(caller.history, effects.all())
 
 
-async def test_a_primary_with_fewer_replicas_than_the_url_asks_for_is_refused(pair: tuple[Redis, Redis]) -> None:
+async def test_primary_with_fewer_replicas_than_the_url_asks_for_is_refused(
+    pair: tuple[Redis, Redis],
+) -> None:
     primary, _ = pair
     with pytest.raises(LedgerDown, match="it has 1 replicas, and with replicas=2"):
         await open_ledger(primary.url + "?replicas=2")
 
 
 @pytest.mark.parametrize("number", ["-1", "some", "1.5"])
-async def test_replicas_is_a_number(number: str) -> None:
+async def test_replicas_must_be_a_number(number: str) -> None:
     with pytest.raises(UsageError, match="not one that redis-py takes"):
         await open_ledger(f"redis://127.0.0.1:1/0?replicas={number}")

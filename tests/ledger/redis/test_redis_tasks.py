@@ -1,4 +1,6 @@
-"""Tasks in Redis: they are in other slots than their records, and the sets of open tasks are only a hint."""
+"""Tasks in Redis: their slots are not those of their records; the sets of open tasks are only a
+hint.
+"""
 
 from contextlib import suppress
 from typing import Any
@@ -26,7 +28,7 @@ def open_tasks(store: Store) -> int:
     return number
 
 
-async def test_the_sets_of_open_tasks_forget_those_that_are_over_or_gone(
+async def test_sets_of_open_tasks_drop_tasks_that_ended_or_expired(
     ledger: Ledger, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each set takes more than one look."""
@@ -38,7 +40,9 @@ async def test_the_sets_of_open_tasks_forget_those_that_are_over_or_gone(
         assert await ledger.lapse(record.token)
         if number % 4 == 0:
             task = await ledger.task(name)
-            assert task is not None and await ledger.change_task(structs.replace(task, is_over=True))
+            assert task is not None and await ledger.change_task(
+                structs.replace(task, is_over=True)
+            )
         elif number % 4 == 1:
             store.age_task(name, TTL + 1)
     assert open_tasks(store) == len(names)
@@ -47,16 +51,19 @@ async def test_the_sets_of_open_tasks_forget_those_that_are_over_or_gone(
     assert open_tasks(store) == len(left)
 
 
-async def test_a_task_and_its_record_are_read_as_of_one_moment(
+async def test_task_and_its_record_are_read_consistently(
     ledger: Ledger, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process ends both between the two looks, the task first: DONE with the old document was never the case."""
+    """Another process ends both between the reads, the task first: it never was DONE with the old
+    document.
+    """
     record = await granted(ledger)
     assert await ledger.begin_task(record.token, "task", b"works", TTL)
     task = await ledger.task("task")
     assert task is not None
     other = await store.open()
-    ask, looks = Connections.ask, 0
+    ask = Connections.ask
+    looks = 0
 
     async def ask_late(self: Connections, name: bytes, command: Any, *, writes: bool) -> Any:
         nonlocal looks
@@ -75,10 +82,13 @@ async def test_a_task_and_its_record_are_read_as_of_one_moment(
     await other.aclose()
 
 
-async def test_a_task_that_is_forgotten_before_the_look_at_its_record_is_not_found(
+async def test_task_that_expires_before_its_record_is_read_is_not_found(
     ledger: Ledger, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its ttl is over between the two looks, and its record goes on: DONE with a task that works was never the case."""
+    """Its ttl ends between the reads, its record continues:
+
+    DONE with a working task never existed.
+    """
     record = await granted(ledger)
     assert await ledger.begin_task(record.token, "task", b"works", TTL)
     other = await store.open()
@@ -96,8 +106,10 @@ async def test_a_task_that_is_forgotten_before_the_look_at_its_record_is_not_fou
     await other.aclose()
 
 
-async def test_a_record_that_names_a_task_which_was_never_written_has_none(ledger: Ledger, store: Store) -> None:
-    """Its holder has ended in the middle of the beginning, and no caller has heard of that task."""
+async def test_record_that_names_an_unwritten_task_has_no_task(
+    ledger: Ledger, store: Store
+) -> None:
+    """Its holder ended in the middle of `begin_task`, and no caller has received that task."""
     record = await granted(ledger)
     assert await ledger.begin_task(record.token, "task", b"{}", TTL)
     with redis_key(store.url, "task:task") as (client, name):

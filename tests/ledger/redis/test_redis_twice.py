@@ -1,4 +1,7 @@
-"""A driver may send a script twice, when it does not know what became of the first. The second finds what the first did."""
+"""A driver sends a script again if it lost the first result.
+
+The second finds what the first did.
+"""
 
 from typing import Any
 
@@ -7,7 +10,7 @@ from msgspec import structs
 
 from tests.ledger import ID, RETENTION, claim_of, granted, outcome_of, present, same
 from tests.ledger.contract import CHANGES, TTL
-from tests.ledger.contract.test_delivery import claimed, is_match, is_new, keyless, lose, write
+from tests.ledger.keyless import claimed, is_match, is_new, keyless, lose, write
 from wirecall.ledger.base import Ledger, State
 from wirecall.ledger.redis.connection import Connections
 
@@ -26,7 +29,7 @@ def twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Connections, "ask", ask)
 
 
-async def test_a_claim_that_is_sent_twice_is_one_attempt(ledger: Ledger) -> None:
+async def test_claim_that_is_sent_twice_is_one_attempt(ledger: Ledger) -> None:
     claim = claim_of(on_crash="rerun")
     record = await ledger.claim(claim)
     assert (record.state, record.nonce, record.attempts) == (State.RUNNING, claim.nonce, 1)
@@ -35,19 +38,21 @@ async def test_a_claim_that_is_sent_twice_is_one_attempt(ledger: Ledger) -> None
 
 
 @pytest.mark.parametrize("change", sorted(set(CHANGES) - {"release"}))
-async def test_a_transition_with_a_valid_token_is_accepted_even_if_it_is_sent_twice(change: str, ledger: Ledger) -> None:
+async def test_transition_with_a_valid_token_is_accepted_even_if_it_is_sent_twice(
+    change: str, ledger: Ledger
+) -> None:
     record = await granted(ledger)
     assert await CHANGES[change](ledger, record.token)
 
 
-async def test_a_release_that_is_sent_twice_has_released(ledger: Ledger) -> None:
-    """Nothing is left that could tell; so the answer is that the record is not there."""
+async def test_release_that_is_sent_twice_has_released(ledger: Ledger) -> None:
+    """No record remains that could show it; so the answer is that the record does not exist."""
     record = await granted(ledger)
     assert not await ledger.release(record.token)
     assert await ledger.get(ID) is None
 
 
-async def test_another_call_with_the_same_token_is_another_call(ledger: Ledger) -> None:
+async def test_transition_by_another_call_with_the_same_token_is_separate(ledger: Ledger) -> None:
     record = await granted(ledger)
     assert await ledger.complete(record.token, outcome_of(), RETENTION)
     done = await present(ledger)
@@ -56,7 +61,7 @@ async def test_another_call_with_the_same_token_is_another_call(ledger: Ledger) 
     assert same(await present(ledger), done)
 
 
-async def test_a_call_without_a_key_whose_claim_is_sent_twice_is_one_record(ledger: Ledger) -> None:
+async def test_call_without_a_key_whose_claim_is_sent_twice_is_one_record(ledger: Ledger) -> None:
     record = await claimed(ledger)
     assert [each.id for each in await ledger.list()] == [record.id]
     await lose(ledger, record)
@@ -64,7 +69,9 @@ async def test_a_call_without_a_key_whose_claim_is_sent_twice_is_one_record(ledg
     assert len(await ledger.list()) == 1
 
 
-async def test_a_claim_that_is_sent_twice_keeps_its_record_whatever_was_lost_in_between(ledger: Ledger) -> None:
+async def test_claim_that_is_sent_twice_keeps_its_record_despite_losses_in_between(
+    ledger: Ledger,
+) -> None:
     earlier = await claimed(ledger)
     claim = keyless(beside=frozenset({earlier.id.key}))
     assert await is_new(ledger, claim)
@@ -74,18 +81,20 @@ async def test_a_claim_that_is_sent_twice_keeps_its_record_whatever_was_lost_in_
 
 
 @pytest.mark.parametrize("tell", [lose, write])
-async def test_the_end_of_an_answer_that_is_sent_twice_is_one_end(tell: Any, ledger: Ledger) -> None:
+async def test_delivery_that_is_sent_twice_is_one_delivery(tell: Any, ledger: Ledger) -> None:
     record = await claimed(ledger)
     assert await ledger.complete(record.token, outcome_of(), RETENTION)
     await tell(ledger, record)
-    assert (await present(ledger, record.id)).delivery == ("undelivered" if tell is lose else "written")
+    assert (await present(ledger, record.id)).delivery == (
+        "undelivered" if tell is lose else "written"
+    )
     assert await is_new(ledger, keyless()) == (tell is write)
     taken = await present(ledger, record.id)
     await tell(ledger, record)  # a repetition has the answer now, or it was written
     assert same(await present(ledger, record.id), taken)
 
 
-async def test_a_task_whose_beginning_is_sent_twice_is_one_task(ledger: Ledger) -> None:
+async def test_begin_task_that_is_sent_twice_is_one_task(ledger: Ledger) -> None:
     record = await granted(ledger)
     assert await ledger.begin_task(record.token, "task", b"{}", TTL)
     assert (task := await ledger.task_of(ID)) is not None and (task.id, task.version) == ("task", 1)
@@ -93,8 +102,11 @@ async def test_a_task_whose_beginning_is_sent_twice_is_one_task(ledger: Ledger) 
     assert await ledger.orphans() == ["task"]
 
 
-async def test_a_change_of_a_task_that_is_sent_twice_is_one_change(ledger: Ledger) -> None:
-    """The second is not refused for the version that the first has written. An equal change by another call is."""
+async def test_task_change_that_is_sent_twice_is_one_change(ledger: Ledger) -> None:
+    """The ledger accepts the second despite the new version.
+
+    It refuses an equal change of another call.
+    """
     record = await granted(ledger)
     assert await ledger.begin_task(record.token, "task", b"{}", TTL)
     for version in (1, 2):

@@ -1,4 +1,6 @@
-"""Clocks, boots and places of an SQLite ledger: what people set, restart or mount decides no lease."""
+"""Clocks, boots and places of an SQLite ledger: a set clock, a restart or a mount does not decide a
+lease.
+"""
 
 import os
 import stat
@@ -10,24 +12,11 @@ import pytest
 from msgspec import structs
 
 from tests.ledger import ID, claim_of, granted, outcome_of, present
+from tests.ledger.sqlite.clocks import Clock, opened
 from wirecall import UsageError
 from wirecall.ledger.base import LedgerDown, State, open_ledger
 from wirecall.ledger.sqlite import ledger as sqlite
 from wirecall.ledger.sqlite.file import LedgerFile
-from wirecall.ledger.sqlite.ledger import SqliteLedger
-
-
-class Clock:
-    """Two clocks: one that people set, and one that they cannot."""
-
-    def __init__(self) -> None:
-        self.wall_time, self.since_boot = 1.8e9, 5000.0
-
-    def wall(self) -> float:
-        return self.wall_time
-
-    def boot(self) -> float:
-        return self.since_boot
 
 
 @pytest.fixture
@@ -35,14 +24,8 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "ledger.db"
 
 
-async def opened(path: Path, clock: Clock) -> SqliteLedger:
-    ledger = SqliteLedger(path, clock=clock.boot, wall=clock.wall)
-    await ledger.open()
-    return ledger
-
-
 @pytest.mark.parametrize("jump", [3600.0, -3600.0, 10 * 365 * 86_400.0, -10 * 365 * 86_400.0])
-async def test_setting_the_wall_clock_does_not_end_a_lease(jump: float, path: Path) -> None:
+async def test_wall_clock_change_does_not_end_a_lease(jump: float, path: Path) -> None:
     clock = Clock()
     ledger = await opened(path, clock)
     record = await granted(ledger)
@@ -56,7 +39,7 @@ async def test_setting_the_wall_clock_does_not_end_a_lease(jump: float, path: Pa
     await ledger.aclose()
 
 
-async def test_a_lease_expires_even_if_the_wall_clock_stands_still(path: Path) -> None:
+async def test_lease_expires_even_if_the_wall_clock_stands_still(path: Path) -> None:
     clock = Clock()
     ledger = await opened(path, clock)
     record = await granted(ledger)
@@ -68,8 +51,10 @@ async def test_a_lease_expires_even_if_the_wall_clock_stands_still(path: Path) -
 
 @pytest.mark.parametrize("jumps", [[8 * 86_400.0], [-3600.0, 10 * 365 * 86_400.0], [9e4] * 12])
 @pytest.mark.parametrize("state", [State.DONE, State.TOMBSTONE, State.WAITING, State.UNKNOWN])
-async def test_setting_the_wall_clock_forgets_nothing(state: State, jumps: list[float], path: Path) -> None:
-    """P9: neither what a command answered, nor that it was done, nor that its outcome is unknown."""
+async def test_wall_clock_change_does_not_remove_records(
+    state: State, jumps: list[float], path: Path
+) -> None:
+    """P9: it keeps the answer of a command, the fact that it was done, and an unknown outcome."""
     clock = Clock()
     ledger = await opened(path, clock)
     record = await granted(ledger)
@@ -92,17 +77,18 @@ async def test_setting_the_wall_clock_forgets_nothing(state: State, jumps: list[
     await ledger.aclose()
 
 
-async def test_a_wrong_wall_clock_after_a_boot_does_not_forget_that_a_command_was_done(
+async def test_wrong_wall_clock_after_a_boot_does_not_forget_that_a_command_was_done(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the time in which the machine was off only the wall clock tells, so an outcome may become old by mistake."""
+    """Only the wall clock counts while the machine is off, so an outcome may become old by mistake."""
     clock = Clock()
     before = await opened(path, clock)
     record = await granted(before)
     assert await before.complete(record.token, outcome_of(), 1000)
     await before.aclose()
     monkeypatch.setattr(sqlite, "_boot_id", lambda: b"another boot....")
-    clock.since_boot, clock.wall_time = 10.0, clock.wall_time + 8 * 86_400
+    clock.since_boot = 10.0
+    clock.wall_time = clock.wall_time + 8 * 86_400
     after = await opened(path, clock)
     assert await after.sweep() == 1
     for _ in range(2):
@@ -115,7 +101,9 @@ async def test_a_wrong_wall_clock_after_a_boot_does_not_forget_that_a_command_wa
 
 
 @pytest.mark.parametrize("since_boot", [10.0, 5000.0, 1e6])
-async def test_a_holder_of_another_boot_is_gone(since_boot: float, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_holder_of_another_boot_is_gone(
+    since_boot: float, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The clock restarted, so its value does not matter: after a reboot no process holds a lease."""
     clock = Clock()
     before = await opened(path, clock)
@@ -130,7 +118,9 @@ async def test_a_holder_of_another_boot_is_gone(since_boot: float, path: Path, m
     await after.aclose()
 
 
-async def test_without_a_boot_id_a_clock_that_restarted_shows_a_boot(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_boot_without_an_id_is_found_by_a_clock_that_restarted(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sqlite, "_boot_id", lambda: b"")
     clock = Clock()
     before = await opened(path, clock)
@@ -143,7 +133,7 @@ async def test_without_a_boot_id_a_clock_that_restarted_shows_a_boot(path: Path,
 
 
 @pytest.mark.parametrize("jump", [10 * 365 * 86_400.0, -10 * 365 * 86_400.0])
-async def test_setting_the_wall_clock_does_not_forget_a_task(jump: float, path: Path) -> None:
+async def test_wall_clock_change_does_not_remove_a_task(jump: float, path: Path) -> None:
     clock = Clock()
     ledger = await opened(path, clock)
     record = await granted(ledger)
@@ -157,20 +147,23 @@ async def test_setting_the_wall_clock_does_not_forget_a_task(jump: float, path: 
     assert await ledger.orphans() == ["task"]
     clock.wall_time += 11
     clock.since_boot += 11
-    is_forgotten = jump > 0  # else the wall clock has still to get there
+    is_forgotten = jump > 0  # otherwise the wall clock has yet to get there
     assert (await ledger.task("task") is None) is (await ledger.orphans() == []) is is_forgotten
     assert await ledger.sweep() == is_forgotten
     await ledger.aclose()
 
 
-async def test_after_a_boot_only_the_wall_clock_tells_how_old_a_task_is(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_task_age_after_a_boot_follows_the_wall_clock(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = Clock()
     before = await opened(path, clock)
     record = await granted(before)
     assert await before.begin_task(record.token, "task", b"{}", 1000)
     await before.aclose()
     monkeypatch.setattr(sqlite, "_boot_id", lambda: b"another boot....")
-    clock.since_boot, clock.wall_time = 4000.0, clock.wall_time + 990
+    clock.since_boot = 4000.0
+    clock.wall_time = clock.wall_time + 990
     after = await opened(path, clock)
     assert (task := await after.task("task")) is not None and task.ttl_left == 10
     assert await after.orphans() == ["task"], "its holder is gone"
@@ -178,21 +171,21 @@ async def test_after_a_boot_only_the_wall_clock_tells_how_old_a_task_is(path: Pa
     assert await after.task("task") is None
     assert not await after.change_task(task)
     assert await after.orphans() == []
-    assert await after.sweep() == 1
+    assert await after.sweep() == 2, "the task, and the run that a boot has ended"
     await after.aclose()
 
 
-# --- places ----------------------------------------------------------------------------------------------------------
+# --- places ---------------------------------------------------------------------------------------
 
 
-async def test_the_folder_is_made_for_its_owner_alone(tmp_path: Path) -> None:
-    ledger = await open_ledger(f"sqlite:{tmp_path}/a/b/ledger.db")
-    assert stat.S_IMODE(os.stat(tmp_path / "a" / "b").st_mode) == 0o700
+async def test_folder_is_made_for_its_owner_alone(tmp_path: Path) -> None:
+    ledger = await open_ledger(f"sqlite:{tmp_path}/a/ledger.db")
+    assert stat.S_IMODE(os.stat(tmp_path / "a").st_mode) == 0o700
     await ledger.aclose()
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
-async def test_the_files_of_a_new_ledger_are_for_their_owner_alone(path: Path, umask: int) -> None:
+async def test_files_of_a_new_ledger_are_for_their_owner_alone(path: Path, umask: int) -> None:
     """The WAL and its index too, as long as they are there."""
     before = os.umask(umask)
     try:
@@ -205,7 +198,7 @@ async def test_the_files_of_a_new_ledger_are_for_their_owner_alone(path: Path, u
     assert modes == {"ledger.db": 0o600, "ledger.db-wal": 0o600, "ledger.db-shm": 0o600}
 
 
-async def test_a_file_that_exists_keeps_its_mode(path: Path) -> None:
+async def test_file_that_exists_keeps_its_mode(path: Path) -> None:
     """It may be the user's own, with tables that other programs read."""
     path.touch()
     path.chmod(0o640)
@@ -217,8 +210,11 @@ async def test_a_file_that_exists_keeps_its_mode(path: Path) -> None:
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o720])
 @pytest.mark.parametrize("link", ["file", "folder", "link behind a link"])
-async def test_a_link_in_a_folder_that_others_can_write_is_not_followed(tmp_path: Path, mode: int, link: str) -> None:
-    open_to_all, elsewhere = tmp_path / "open", tmp_path / "elsewhere"
+async def test_link_in_a_folder_that_others_can_write_is_not_followed(
+    tmp_path: Path, mode: int, link: str
+) -> None:
+    open_to_all = tmp_path / "open"
+    elsewhere = tmp_path / "elsewhere"
     for folder in (open_to_all, elsewhere):
         folder.mkdir()
     path = open_to_all / "ledger.db"
@@ -233,12 +229,14 @@ async def test_a_link_in_a_folder_that_others_can_write_is_not_followed(tmp_path
     open_to_all.chmod(mode)
     with pytest.raises(UsageError, match="symbolic link that other users can replace") as caught:
         await open_ledger(f"sqlite:{path}")
-    assert f"(mode {mode:o})" in str(caught.value) and "fix: name the file itself" in str(caught.value)
+    assert f"(mode {mode:o})" in str(caught.value) and "fix: name the file itself" in str(
+        caught.value
+    )
     assert not list(elsewhere.iterdir())
 
 
-async def test_a_link_that_takes_the_place_of_a_folder_later_is_not_followed(path: Path) -> None:
-    """By then it has been found to be a folder; SQLite itself looks again."""
+async def test_link_that_replaces_a_folder_later_is_not_followed(path: Path) -> None:
+    """The check has found it to be a folder by then; SQLite itself looks again."""
     folder = path.parent / "folder"
     file = LedgerFile(str(folder / "ledger.db"))
     folder.rename(path.parent / "elsewhere")
@@ -248,7 +246,7 @@ async def test_a_link_that_takes_the_place_of_a_folder_later_is_not_followed(pat
     file.close()
 
 
-async def test_a_link_that_only_we_can_write_is_followed(tmp_path: Path) -> None:
+async def test_link_that_only_we_can_write_is_followed(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "ledger.db").symlink_to("elsewhere/../elsewhere/ledger.db")
     ledger = await open_ledger(f"sqlite:{tmp_path}/ledger.db")
@@ -257,13 +255,15 @@ async def test_a_link_that_only_we_can_write_is_followed(tmp_path: Path) -> None
     await ledger.aclose()
 
 
-async def test_a_link_to_itself_is_reported(path: Path) -> None:
+async def test_link_to_itself_is_reported(path: Path) -> None:
     path.symlink_to(path)
     with pytest.raises(LedgerDown, match="Too many levels of symbolic links"):
         await open_ledger(f"sqlite:{path}")
 
 
-async def test_a_relative_path_means_the_folder_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_relative_path_means_the_folder_of_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     ledger = await open_ledger("sqlite:ledger.db")
@@ -284,14 +284,16 @@ async def test_a_relative_path_means_the_folder_of_the_start(tmp_path: Path, mon
         ("sqlite://host/ledger.db", "names a host"),
     ],
 )
-async def test_a_url_without_a_file_is_reported(url: str, what: str) -> None:
+async def test_url_without_a_file_is_reported(url: str, what: str) -> None:
     with pytest.raises(UsageError, match=what) as caught:
         await open_ledger(url)
     assert "fix:" in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["nfs4", "cifs", "fuse.sshfs"])
-async def test_a_network_file_system_is_refused(kind: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_network_file_system_is_refused(
+    kind: str, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def mounts(self: Path, *args: Any, **options: Any) -> str:
         assert str(self) == "/proc/self/mounts"
         return f"/dev/root / ext4 rw 0 0\nserver:/share {path.parent} {kind} rw 0 0\n"
@@ -304,12 +306,17 @@ async def test_a_network_file_system_is_refused(kind: str, path: Path, monkeypat
 
 
 @pytest.mark.parametrize("part", ["caller", "method", "key"])
-async def test_of_two_records_of_one_moment_each_has_its_own_task(part: str, path: Path) -> None:
+async def test_records_of_one_moment_have_their_own_tasks(part: str, path: Path) -> None:
     ledger = await opened(path, Clock())
-    first, second = await granted(ledger), await granted(ledger, structs.replace(ID, **{part: "another"}))
+    first = await granted(ledger)
+    second = await granted(ledger, structs.replace(ID, **{part: "another"}))
     assert first.started_at == second.started_at
     assert await ledger.begin_task(first.token, "task", b"{}", 1000)
     assert not await ledger.begin_task(second.token, "task", b"{}", 1000)
     assert await ledger.task_of(second.id) is None
-    assert (task := await ledger.task("task")) is not None and task.now is not None and task.now.id == first.id
+    assert (
+        (task := await ledger.task("task")) is not None
+        and task.now is not None
+        and task.now.id == first.id
+    )
     await ledger.aclose()

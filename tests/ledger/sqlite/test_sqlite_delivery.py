@@ -1,4 +1,4 @@
-"""Calls without a key in SQLite: clocks and boots, claims that are given up, transactions, and files of before."""
+"""Calls without a key in SQLite: clocks and boots, abandoned claims, transactions, older files."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -10,7 +10,7 @@ import apsw
 import pytest
 
 from tests.ledger import ID, LEASE, PRINT, RETENTION, claim_of, outcome_of, present
-from tests.ledger.contract.test_delivery import (
+from tests.ledger.keyless import (
     OTHER_LIKENESS,
     WINDOW,
     claimed,
@@ -21,9 +21,9 @@ from tests.ledger.contract.test_delivery import (
     lose,
     write,
 )
-from tests.ledger.contract.test_keyless_transactions import Shop
-from tests.ledger.sqlite.test_sqlite import turn_of
-from tests.ledger.sqlite.test_sqlite_clocks import Clock, opened
+from tests.ledger.shop import Shop
+from tests.ledger.sqlite.clocks import Clock, opened
+from tests.ledger.sqlite.writers import turn_of
 from tests.servers import Store
 from wirecall.ledger.base import LedgerDown, Record, State
 from wirecall.ledger.sqlite import file as sqlite_file
@@ -50,11 +50,13 @@ async def ledger(path: Path, clock: Clock) -> AsyncIterator[SqliteLedger]:
     await ledger.aclose()
 
 
-# --- clocks and boots ------------------------------------------------------------------------------------------------
+# --- clocks and boots -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("jump", [3600.0, -3600.0])
-async def test_setting_the_wall_clock_does_not_move_the_window(jump: float, ledger: SqliteLedger, clock: Clock) -> None:
+async def test_wall_clock_change_does_not_move_the_window(
+    jump: float, ledger: SqliteLedger, clock: Clock
+) -> None:
     record = await claimed(ledger)
     assert await ledger.complete(record.token, outcome_of(), 10 * RETENTION)
     clock.wall_time += jump
@@ -83,26 +85,30 @@ async def _running(ledger: SqliteLedger, record: Record) -> None:
 
 @pytest.mark.parametrize("is_told", [True, False])
 @pytest.mark.parametrize("leave", [_done, _lost, _running])
-async def test_a_loss_of_another_boot_counts_from_the_start_of_this_one(
+async def test_loss_of_another_boot_counts_from_the_start_of_this_one(
     leave: Callable[[SqliteLedger, Record], Awaitable[None]],
     is_told: bool,
     path: Path,
     clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """However long the machine was off, and whether or not the system tells which boot it is."""
-    boots = [b"first boot......", b"another boot....", b"a third boot...."] if is_told else [b""] * 3
+    """However long the machine was off, and whether or not the system has a boot id."""
+    boots = (
+        [b"first boot......", b"another boot....", b"a third boot...."] if is_told else [b""] * 3
+    )
     monkeypatch.setattr(sqlite, "_boot_id", lambda: boots[0])
     before = await opened(path, clock)
     record = await claimed(before)
     await leave(before, record)
     await before.aclose()
 
-    # An answer that was pending may be lost only a lease after the start: nothing tells that its deliverer is gone.
+    # An answer that was pending may be lost only a lease after the start: the file does not show
+    # that its deliverer is gone.
     margin = LEASE if leave is _done else 0.0
     for boot in (1, 2):
         monkeypatch.setattr(sqlite, "_boot_id", lambda boot=boot: boots[boot])
-        clock.since_boot, clock.wall_time = margin + WINDOW + (1 if boot == 1 else -1), clock.wall_time + 600
+        clock.since_boot = margin + WINDOW + (1 if boot == 1 else -1)
+        clock.wall_time = clock.wall_time + 600
         after = await opened(path, clock)
         try:
             claim = keyless()
@@ -113,7 +119,7 @@ async def test_a_loss_of_another_boot_counts_from_the_start_of_this_one(
             await after.aclose()
 
 
-async def test_the_clock_of_another_boot_is_not_compared_with_this_one(
+async def test_clock_of_another_boot_is_not_compared_with_this_one(
     path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This boot has lasted a little longer than that one had when the answer was lost."""
@@ -127,7 +133,7 @@ async def test_the_clock_of_another_boot_is_not_compared_with_this_one(
     await after.aclose()
 
 
-async def test_an_answer_that_is_lost_in_a_later_boot_counts_from_there(
+async def test_loss_in_a_later_boot_counts_from_that_loss(
     path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The record is of the first boot, and keeps its retention by the clock of that one."""
@@ -147,7 +153,7 @@ async def test_an_answer_that_is_lost_in_a_later_boot_counts_from_there(
     await after.aclose()
 
 
-async def test_a_lease_that_was_ended_counts_from_then(ledger: SqliteLedger, clock: Clock) -> None:
+async def test_lapsed_lease_counts_from_its_lapse(ledger: SqliteLedger, clock: Clock) -> None:
     """A run that went wrong leaves its record to a successor."""
     record = await claimed(ledger)
     assert await ledger.lapse(record.token)
@@ -155,7 +161,7 @@ async def test_a_lease_that_was_ended_counts_from_then(ledger: SqliteLedger, clo
     assert await is_match(ledger, keyless(), record)
 
 
-async def test_any_retention_has_its_window(ledger: SqliteLedger, clock: Clock) -> None:
+async def test_window_applies_to_any_retention(ledger: SqliteLedger, clock: Clock) -> None:
     for number, retention in enumerate((float("inf"), 2.0**62)):
         likeness = bytes([number]) * 16
         record = await claimed(ledger, likeness=likeness, retention=retention)
@@ -167,13 +173,16 @@ async def test_any_retention_has_its_window(ledger: SqliteLedger, clock: Clock) 
         assert await is_match(ledger, keyless(likeness), record)
 
 
-# --- reads and writes ------------------------------------------------------------------------------------------------
+# --- reads and writes -----------------------------------------------------------------------------
 
 
-async def test_a_call_that_has_to_wait_is_answered_by_a_read(ledger: SqliteLedger, path: Path) -> None:
-    """While another connection has the lock of the file: a call that asks again and again costs the others nothing. From the
-    second time on its claim names the equal calls of its process, its own at least."""
-    record, first = await claimed(ledger), keyless()
+async def test_waiting_call_is_answered_by_a_read(ledger: SqliteLedger, path: Path) -> None:
+    """While another connection has the lock of the file: a call that polls does not delay the
+    others. From the second time on its claim names the equal calls of its process, its own at
+    least.
+    """
+    record = await claimed(ledger)
+    first = keyless()
     assert await is_waited_for(ledger, first, record)
     with closing(apsw.Connection(str(path))) as other:
         other.execute("BEGIN IMMEDIATE")
@@ -218,9 +227,10 @@ async def _swept_when_done(ledger: SqliteLedger, clock: Clock, record: Record) -
     assert await ledger.sweep() == 1
 
 
-async def _swept_when_running(ledger: SqliteLedger, clock: Clock, _: Record) -> None:
+async def _swept_when_running(ledger: SqliteLedger, clock: Clock, record: Record) -> None:
     _pass(clock, LEASE + RETENTION + 1)
     assert await ledger.sweep() == 1
+    assert await ledger.resolve(record.id, None)  # until then equal calls match the unknown outcome
 
 
 def _pass(clock: Clock, seconds: float) -> None:
@@ -241,22 +251,26 @@ def _pass(clock: Clock, seconds: float) -> None:
         _swept_when_running,
     ],
 )
-async def test_what_matches_nothing_leaves_the_index(leave: Leave, ledger: SqliteLedger, clock: Clock, path: Path) -> None:
+async def test_index_drops_records_that_match_nothing(
+    leave: Leave, ledger: SqliteLedger, clock: Clock, path: Path
+) -> None:
     """Otherwise the claim of a call that is often repeated would look at all of them."""
     record = await claimed(ledger)
     open = await claimed(ledger, likeness=OTHER_LIKENESS)
     await ledger.heartbeat(open.token, 10 * RETENTION)
     await leave(ledger, clock, record)
-    await lose(ledger, record)  # too late: it does not come back
+    await lose(ledger, record)  # too late: it does not return
     with closing(apsw.Connection(str(path))) as db:
-        found = db.execute("SELECT key FROM wirecall_commands WHERE likeness IS NOT NULL").fetchall()
+        found = db.execute(
+            "SELECT key FROM wirecall_commands WHERE likeness IS NOT NULL"
+        ).fetchall()
     assert found == [(open.id.key,)]
 
 
-# --- claims that are given up ----------------------------------------------------------------------------------------
+# --- abandoned claims -----------------------------------------------------------------------------
 
 
-async def test_a_claim_that_is_given_up_leaves_no_record(ledger: SqliteLedger) -> None:
+async def test_abandoned_claim_leaves_no_record(ledger: SqliteLedger) -> None:
     claim = keyless()
     given_up = ledger.claim(claim)
     given_up.send(None)
@@ -267,12 +281,16 @@ async def test_a_claim_that_is_given_up_leaves_no_record(ledger: SqliteLedger) -
     assert await ledger.get(claim.id) is None
 
 
-@pytest.mark.parametrize(("on_crash", "is_lapsed"), [("unknown", False), ("unknown", True), ("rerun", True)])
+@pytest.mark.parametrize(
+    ("on_crash", "is_lapsed"), [("unknown", False), ("unknown", True), ("rerun", True)]
+)
 @pytest.mark.parametrize("is_written", [False, True])
-async def test_a_repetition_that_is_given_up_leaves_the_answer_to_the_next(
+async def test_abandoned_repetition_leaves_the_answer_to_the_next(
     on_crash: str, is_lapsed: bool, is_written: bool, ledger: SqliteLedger, clock: Clock
 ) -> None:
-    """Of a command that is done, one that becomes unknown, and one that is taken over: the window begins anew."""
+    """Of a command that is done, one that becomes unknown, one that is taken over: the window
+    restarts.
+    """
     record = await claimed(ledger, on_crash=on_crash)
     if is_lapsed:
         clock.since_boot += LEASE + 1
@@ -293,11 +311,16 @@ async def test_a_repetition_that_is_given_up_leaves_the_answer_to_the_next(
     clock.since_boot += WINDOW - 1 if is_written else 0
     second = keyless(on_crash=on_crash)
     assert await is_match(ledger, second, record)
-    state = (await present(ledger, record.id)).state
-    assert state is (State.DONE if not is_lapsed else State.RUNNING if on_crash == "rerun" else State.UNKNOWN)
+    if not is_lapsed:
+        expected = State.DONE
+    elif on_crash == "rerun":
+        expected = State.RUNNING
+    else:
+        expected = State.UNKNOWN
+    assert (await present(ledger, record.id)).state is expected
 
 
-# --- transactions ----------------------------------------------------------------------------------------------------
+# --- transactions ---------------------------------------------------------------------------------
 
 WAIT = 20.0
 
@@ -310,7 +333,7 @@ async def shop(path: Path) -> AsyncIterator[Shop]:
     await ledger.aclose()
 
 
-async def test_an_answer_that_is_too_old_is_a_tombstone_for_a_transaction(path: Path, clock: Clock) -> None:
+async def test_expired_answer_is_a_tombstone_for_a_transaction(path: Path, clock: Clock) -> None:
     ledger = await opened(path, clock)
     record = await claimed(ledger)
     assert await ledger.complete(record.token, outcome_of(), 1)
@@ -322,9 +345,13 @@ async def test_an_answer_that_is_too_old_is_a_tombstone_for_a_transaction(path: 
 
 
 @pytest.mark.parametrize("is_taken", [False, True])
-async def test_a_transaction_that_is_given_up_leaves_the_answer_to_the_next(is_taken: bool, shop: Shop) -> None:
-    """Before it has begun, and when the answer stands in the file as its own."""
-    first, second, third = keyless(), keyless(), keyless()
+async def test_abandoned_transaction_leaves_the_answer_to_the_next(
+    is_taken: bool, shop: Shop
+) -> None:
+    """Before it has begun, and after it has taken the answer in the file."""
+    first = keyless()
+    second = keyless()
+    third = keyless()
     await lose(shop.ledger, await shop.run(first))
     given_up = shop.ledger.transaction(second, WAIT).__aenter__()
     given_up.send(None)
@@ -338,11 +365,16 @@ async def test_a_transaction_that_is_given_up_leaves_the_answer_to_the_next(is_t
     assert shop.effects == 1
 
 
-# --- files of before -------------------------------------------------------------------------------------------------
+# --- files of older versions ----------------------------------------------------------------------
 
 
-async def test_a_file_of_before_gets_what_is_missing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P9: its records are found, and lost answers are recognised from now on. An older wirecall does not open it again."""
+async def test_file_of_an_older_version_is_migrated(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P9: its records are found, and lost answers match from then on.
+
+    An older wirecall refuses it.
+    """
     with closing(apsw.Connection(str(path))) as old:
         old.execute(sqlite_file.SQL["schema 1"])
         old.execute(
@@ -351,9 +383,14 @@ async def test_a_file_of_before_gets_what_is_missing(path: Path, monkeypatch: py
             (ID.caller, ID.method, ID.key, PRINT),
         )
         old.execute("UPDATE wirecall_meta SET fence = 7")
-    ledger = SqliteLedger(path)
+    ledger = SqliteLedger(path, "update")
     record = await ledger.claim(claim_of())
-    assert (record.state, record.fence, record.delivery, record.deliverer) == (State.DONE, 7, None, b"")
+    assert (record.state, record.fence, record.delivery, record.deliverer) == (
+        State.DONE,
+        7,
+        None,
+        b"",
+    )
     lost = await claimed(ledger)
     assert lost.fence > 7
     await lose(ledger, lost)
@@ -361,15 +398,17 @@ async def test_a_file_of_before_gets_what_is_missing(path: Path, monkeypatch: py
     await ledger.aclose()
     monkeypatch.setattr(sqlite_file, "SCHEMA", sqlite_file.SCHEMA[:1])
     older = SqliteLedger(path)
-    with pytest.raises(LedgerDown, match=r"made by a newer wirecall(.|\n)*version 3, and this wirecall knows 1"):
+    with pytest.raises(
+        LedgerDown, match=r"version 5, and this wirecall knows version 1(.|\n)*a newer wirecall"
+    ):
         await older.open()
     await older.aclose()
 
 
-async def test_processes_that_start_together_change_a_file_of_before_once(path: Path) -> None:
+async def test_file_of_an_older_version_is_migrated_once_by_many_processes(path: Path) -> None:
     with closing(apsw.Connection(str(path))) as old:
         old.execute(sqlite_file.SQL["schema 1"])
-    ledgers = [SqliteLedger(path) for _ in range(8)]
+    ledgers = [SqliteLedger(path, "update") for _ in range(8)]
     await asyncio.gather(*(ledger.open() for ledger in ledgers))
     for ledger in ledgers:
         await ledger.aclose()

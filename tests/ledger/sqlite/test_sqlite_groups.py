@@ -1,11 +1,13 @@
-"""Transitions that the SQLite ledger commits together give the same records as one after the other in the memory
-ledger, whatever goes wrong on the way to the disk.
+"""Transitions that the SQLite ledger commits together give the same records as one after the other
+in the memory ledger, for every failure between the task and the disk.
 
-Two processes take turns on one file. In a turn their tasks ask for any transitions, of any records, with any tokens; some
-give up their claims. Then another process has the lock of the file, or the disk is full in the middle of it. Refused
-transitions have not happened; all others have, in their order, and each task gets its true answer.
+Two processes take turns on one file. In a turn their tasks ask for any transitions, of any records,
+with any tokens; some give up their claims. Then another process has the lock of the file, or the
+disk is full in the middle of it. Refused transitions have not happened; all others have, in their
+order, and each task gets its true answer.
 
-The model is worth something only if it notices mistakes. So some are made, one at a time, and it has to find them.
+The model is worth something only if it notices mistakes. So some are made, one at a time, and it
+has to find them.
 """
 
 import tempfile
@@ -25,9 +27,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from msgspec import Struct, structs
 
-from tests.ledger.test_ledger_model import IDS, LEASE, ONCE, QUIET, RETENTION, Clock, searched
+from tests.ledger.model import IDS, LEASE, ONCE, QUIET, RETENTION, Clock, searched
 from tests.size import sized
-from wirecall.ledger.base import Claim, Delivered, Keyless, LedgerDown, Outcome, Record, RecordId, State, Token
+from wirecall.ledger.base import (
+    Claim,
+    Delivered,
+    Keyless,
+    LedgerDown,
+    Outcome,
+    Record,
+    RecordId,
+    State,
+    Token,
+)
 from wirecall.ledger.memory import MemoryLedger
 from wirecall.ledger.sqlite import file as sqlite_file
 from wirecall.ledger.sqlite import ledger as sqlite_ledger
@@ -41,16 +53,21 @@ class ThreadlessWriter(Writer):
     """Does at the end of a turn what its thread would do; in `order` are the jobs of the turn."""
 
     def __init__(self, path: str) -> None:
-        self.path, self.failure, self.holder = path, None, None
+        self.path = path
+        self.failure = None
+        self.holder = None
         self.file = LedgerFile(path)
         self.file.db.pragma("synchronous", "off")  # the machine stays up
         self.stranger = self.file.connect()
-        self.reader, self.reading = self.file.reader.cursor(), threading.Lock()
+        self.reader = self.file.reader.cursor()
+        self.reading = threading.Lock()
         self.order: list[Job] = []
         self._cursor = self.file.db.cursor()
         self._bell: SimpleQueue[None] = SimpleQueue()
         self._ringing = None
-        self._asked, self._waiting, self._owed = deque[Job](), deque[Job](), deque[Job]()
+        self._asked = deque[Job]()
+        self._waiting = deque[Job]()
+        self._owed = deque[Job]()
 
     async def ask(self, job: Job) -> Any:
         self.order.append(job)
@@ -93,11 +110,13 @@ class Wish(Struct, frozen=True):
     continues: bool  # of an answer: that it is written
 
     def made(self, number: int, known: list[Delivered]) -> Claim:
-        """The claim of the wish; where it has no key, some of the answers that are `known` are on their way beside it."""
+        """The claim of the wish; without a key, some of the `known` answers are pending beside it."""
         keyless = None
         if self.name == "claim keyless":
             beside = {answer.id.key for answer in known[: self.token]}
-            keyless = Keyless(b"likeness of a call" if number % 3 else None, 2 * LEASE, frozenset(beside))
+            keyless = Keyless(
+                b"likeness of a call" if number % 3 else None, 2 * LEASE, frozenset(beside)
+            )
         return Claim(
             id=self.id if keyless is None else structs.replace(self.id, key=f"auto-{number}"),
             keyless=keyless,
@@ -131,7 +150,10 @@ troubles = st.sampled_from(["", "", "locked", "full once", "full twice", "full"]
 
 
 class Asked(Struct):
-    """The outcome of a wish; `error` means that it was refused. Without a job it was answered by a read."""
+    """The outcome of a wish; `error` means that it was refused.
+
+    Without a job it was answered by a read.
+    """
 
     wish: Wish
     claim: Claim | None
@@ -169,7 +191,10 @@ class Groups(RuleBasedStateMachine):
         self.clock.now += seconds
 
     @rule(
-        which=st.integers(0, 1), wishes=st.lists(wishes, min_size=1, max_size=6), trouble=troubles, place=st.integers(0, 5)
+        which=st.integers(0, 1),
+        wishes=st.lists(wishes, min_size=1, max_size=6),
+        trouble=troubles,
+        place=st.integers(0, 5),
     )
     def turn(self, which: int, wishes: list[Wish], trouble: str, place: int) -> None:
         ledger = self.processes[which]
@@ -184,7 +209,7 @@ class Groups(RuleBasedStateMachine):
             writer.end_turn()
             if trouble == "locked":
                 writer.stranger.execute("ROLLBACK")
-                writer.send(Job(nothing))  # claims that were given up are taken back with the next job
+                writer.send(Job(nothing))  # abandoned claims are released with the next job
                 writer.end_turn()
             assert not writer.file.db.in_transaction
             self.compare(asked, trouble)
@@ -195,8 +220,12 @@ class Groups(RuleBasedStateMachine):
             writer.end_turn()
 
     def ask(self, ledger: ThreadlessLedger, wish: Wish) -> Asked:
-        """Of the ledger in the file; the other one is asked when it is known in which order things have happened."""
-        claim = wish.made(next(self.numbers), self.answers) if wish.name.startswith("claim") else None
+        """In the ledger in the file; the other one is asked once the order of the transitions is
+        known.
+        """
+        claim = (
+            wish.made(next(self.numbers), self.answers) if wish.name.startswith("claim") else None
+        )
         tokens = self.tokens[wish.token % len(self.tokens)] if self.tokens else None
         delivery: Literal["written", "undelivered"] = "written" if wish.continues else "undelivered"
         ends = [structs.replace(end, delivery=delivery) for end in self.answers[wish.token :: 3]]
@@ -207,8 +236,10 @@ class Groups(RuleBasedStateMachine):
         try:
             asked.coroutine.send(None)
             asked.job = ledger.writer.order[-1]
-        except StopIteration as ended:  # a claim that a read has answered; nothing of this turn has happened yet
-            asked.result, asked.coroutine = ended.value, None
+        # A claim that a read has answered; nothing of this turn has happened yet.
+        except StopIteration as ended:
+            asked.result = ended.value
+            asked.coroutine = None
             self.check(asked)
         if claim is not None and wish.flag and asked.coroutine is not None:
             asked.coroutine.close()
@@ -225,7 +256,12 @@ class Groups(RuleBasedStateMachine):
         elif wish.name == "deliver":
             if not asked.ends:
                 return None
-            arguments = ([structs.replace(end, deliverer=b"wrong") if wish.flag else end for end in asked.ends],)
+            arguments = (
+                [
+                    structs.replace(end, deliverer=b"wrong") if wish.flag else end
+                    for end in asked.ends
+                ],
+            )
         elif wish.name != "sweep":
             if asked.tokens is None:
                 return None
@@ -244,10 +280,12 @@ class Groups(RuleBasedStateMachine):
                 except LedgerDown as error:
                     each.error = error
         refused = [each for each in asked if each.error is not None]
-        assert trouble == "locked" or len(refused) <= trouble.startswith("full"), "one was too large, and others paid for it"
+        assert trouble == "locked" or len(refused) <= trouble.startswith("full"), (
+            "one was too large, and others paid for it"
+        )
         for each in asked:
             if each.job is not None and each.error is None:
-                assert trouble != "locked", "it was told what has not happened"
+                assert trouble != "locked", "it got an answer about a write that has not happened"
                 self.check(each)
 
     def check(self, asked: Asked) -> None:
@@ -257,7 +295,10 @@ class Groups(RuleBasedStateMachine):
             return
         assert _seen(asked.result) == _seen(expected), asked.wish
         if expected.deliverer == asked.claim.nonce:
-            self.answers = [*self.answers[-5:], Delivered(expected.id, expected.deliverer, "written")]
+            self.answers = [
+                *self.answers[-5:],
+                Delivered(expected.id, expected.deliverer, "written"),
+            ]
         if expected.state is State.RUNNING and expected.nonce == asked.claim.nonce:
             assert asked.result.fence > self.fence, "a fence did not grow"
             self.fence = asked.result.fence
@@ -279,10 +320,12 @@ def _disturb(asked: Asked, trouble: str) -> None:
     """The disk is full when this one has been written, however small it is."""
     if asked.job is None:
         return
-    work, tries = asked.job.work, count(1)
+    work = asked.job.work
+    tries = count(1)
 
     def disturbed(*args: Any) -> Any:
-        done, number = work(*args), next(tries)
+        done = work(*args)
+        number = next(tries)
         if trouble == "full" or number < {"full once": 2, "full twice": 3}[trouble]:
             raise apsw.FullError("on purpose")
         return done
@@ -304,14 +347,15 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sqlite_file, "PATIENCE", 0.0)
 
 
-def test_a_group_commit_gives_the_same_records_as_single_commits() -> None:
-    """P5: in every order, with every trouble."""
+def test_group_commit_gives_the_same_records_as_single_commits() -> None:
+    """P5: in every order, with every fault."""
     run_state_machine_as_test(
-        Groups, settings=settings(QUIET, max_examples=sized(small=20, full=60), stateful_step_count=25)
+        Groups,
+        settings=settings(QUIET, max_examples=sized(small=20, full=60), stateful_step_count=25),
     )
 
 
-# --- and the model notices -------------------------------------------------------------------------------------------
+# --- and the model notices ------------------------------------------------------------------------
 
 
 def _reversed(writer: Writer, jobs: list[Job]) -> None:
@@ -344,17 +388,34 @@ MUTANTS: dict[str, tuple[Any, str, Any]] = {
     "a group that is not undone": (sqlite_writer, "SQL", _without_undo),
     "a fence that was given before": (sqlite_writer, "take_fences", _same_fence),
     "all pay for one": (Writer, "_commit", _all_for_one),
-    "an end of what is written": (sqlite_ledger, "SQL", _with("deliver", "AND delivery IN ('pending', 'undelivered')", "")),
-    "a loss that counts from the end of the command": (sqlite_ledger, "SQL", _with("deliver", *_keeps_the_time)),
-    "a lease that was never ended": (sqlite_ledger, "SQL", _with("lapse", "lease_until = :clock", "lease_until = 0")),
+    "an end of what is written": (
+        sqlite_ledger,
+        "SQL",
+        _with("deliver", "AND delivery IN ('pending', 'undelivered')", ""),
+    ),
+    "a loss that counts from the end of the command": (
+        sqlite_ledger,
+        "SQL",
+        _with("deliver", *_keeps_the_time),
+    ),
+    "a lease that was never ended": (
+        sqlite_ledger,
+        "SQL",
+        _with("lapse", "lease_until = :clock", "lease_until = 0"),
+    ),
 }
 
 
-RARE = {"an end of what is written", "a loss that counts from the end of the command", "a lease that was never ended"}
+RARE = {
+    "an end of what is written",
+    "a loss that counts from the end of the command",
+    "a lease that was never ended",
+}
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_the_model_notices_a_mistake(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_notices_a_mistake(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*MUTANTS[name])
     with pytest.raises((AssertionError, apsw.Error, LedgerDown)):
-        searched(Groups, rare=name in RARE, first=14)  # the searches before it find none of the rarest mistake
+        # The searches before it find none of the rarest mistake.
+        searched(Groups, rare=name in RARE, first=14)

@@ -1,0 +1,233 @@
+"""Keys at a place among the arguments that the app declares: `key_at="meta.idempotency-key"`."""
+
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import jsonschema
+import pytest
+from msgspec import Raw
+
+from tests.calls import call, error, result
+from wirecall import App, Router, ToolAnnotations, UsageError, connect
+from wirecall.contract.generate import generated
+from wirecall.contract.lock import of_app
+from wirecall.errors import InvalidParams, KeyConflict, KeyInvalid, KeyRequired
+from wirecall.mcp.server.catalog import input_schema
+from wirecall.protocol.keys import KeyPlace
+from wirecall.server.policy import fingerprint, identify
+
+Meta = TypedDict("Meta", {"idempotency-key": str, "agent": str}, total=False)
+
+
+def shop(paid: list[int], **options: Any) -> App:
+    app = App("shop", ledger="memory:", key_at="meta.idempotency-key", **options)
+
+    @app.command
+    def charge(cents: int) -> int:
+        paid.append(cents)
+        return len(paid)
+
+    @app.command(key="required", key_at="meta.idempotency_key")
+    def refund(cents: int) -> int:
+        paid.append(-cents)
+        return len(paid)
+
+    @app.query
+    def balance() -> int:
+        return sum(paid)
+
+    return app
+
+
+async def test_key_place_makes_two_tool_calls_one_command() -> None:
+    paid: list[int] = []
+    async with connect(shop(paid), protocol="mcp") as client:
+        for agent in ("one", "two"):
+            arguments = {"cents": 5, "meta": {"idempotency-key": "k-1", "agent": agent}}
+            called = await client.call_tool("charge", arguments, key=False)
+            assert called.text == "1"
+        arguments = {"cents": 5, "meta": {"idempotency-key": "k-2"}}
+        assert (await client.call_tool("charge", arguments, key=False)).text == "2"
+        with pytest.raises(KeyConflict):
+            await client.call_tool(
+                "charge", {"cents": 6, "meta": {"idempotency-key": "k-1"}}, key=False
+            )
+    assert paid == [5, 5]
+
+
+async def test_key_place_and_usual_places_are_one_key() -> None:
+    paid: list[int] = []
+    app = shop(paid)
+    meta = {"idempotency-key": "k-1"}
+    assert result(await app.handle(call("charge", {"cents": 5, "meta": meta}))) == 1
+    assert result(await app.handle(call("charge", {"cents": 5}, key="k-1"))) == 1
+    assert result(await app.handle(call("charge", {"cents": 5, "meta": meta}, key="k-1"))) == 1
+    reply = error(await app.handle(call("charge", {"cents": 5, "meta": meta}, key="k-2")))
+    assert "two idempotency keys" in reply["data"]["reason"]
+    assert paid == [5]
+
+
+async def test_key_place_of_a_command_overrides_that_of_its_app() -> None:
+    app = shop([])
+    named = {"cents": 5, "meta": {"idempotency_key": "k-1"}}
+    assert result(await app.handle(call("refund", named))) == 1
+    reply = error(await app.handle(call("refund", {"cents": 5})))
+    assert reply["data"]["type"] == "idempotency_key_required"
+    assert "params.meta.idempotency_key" in reply["data"]["reason"]
+
+
+async def test_key_place_is_named_in_the_error_of_a_tool() -> None:
+    async with connect(shop([]), protocol="mcp") as client:
+        with pytest.raises(KeyRequired) as refused:
+            await client.call_tool("refund", {"cents": 5}, key=False)
+    assert "meta.idempotency_key" in refused.value.data["reason"]
+
+
+def test_key_place_is_in_the_published_schema() -> None:
+    app = shop([])
+    schema = input_schema(app.registry.tools["charge"])
+    key = schema["properties"]["meta"]["properties"]["idempotency-key"]
+    assert key["type"] == "string"
+    assert schema["required"] == ["cents"]
+    needed = input_schema(app.registry.tools["refund"])
+    assert needed["required"] == ["cents", "meta"]
+    assert needed["properties"]["meta"]["required"] == ["idempotency_key"]
+    assert "idempotency_key" not in needed["properties"]
+    validator = jsonschema.Draft202012Validator(needed)
+    validator.validate({"cents": 5, "meta": {"idempotency_key": "k-1", "agent": "one"}})
+    assert not validator.is_valid({"cents": 5})
+
+
+async def test_key_place_is_in_the_openrpc_document() -> None:
+    document = result(await shop([]).handle(call("rpc.discover")))
+    [refund] = [each for each in document["methods"] if each["name"] == "refund"]
+    params = {each["name"]: each for each in refund["params"]}
+    assert params["meta"]["required"] is True
+    assert "idempotency_key" in params["meta"]["schema"]["properties"]
+    assert params["idempotency_key"]["required"] is False
+
+
+@dataclass
+class Agent:
+    name: str
+
+
+def test_key_place_inside_a_declared_parameter() -> None:
+    """The function gets its parameter as sent; only the key does not count."""
+    app = App("shop", ledger="memory:", key_at="meta.idempotency-key")
+    seen: list[Any] = []
+
+    @app.command
+    def charge(cents: int, meta: dict[str, str]) -> None:
+        seen.append(meta)
+
+    @app.command
+    def typed(cents: int, meta: Meta) -> None:
+        pass
+
+    @app.command(key="ask")
+    def referred(meta: Agent) -> None:
+        pass
+
+    place = app.registry.tools["charge"].key_place
+    assert place == KeyPlace(("meta", "idempotency-key"), is_declared=True)
+
+    def identity(meta: str) -> bytes | None:
+        key, digest = identify(Raw(b'{"cents":5,"meta":%b}' % meta.encode()), place=place)
+        assert key == "k"
+        return digest
+
+    one = identity('{"idempotency-key":"k","agent":"one"}')
+    assert one != identity('{"idempotency-key":"k","agent":"two"}')
+    assert one == fingerprint(Raw(b'{"cents":5,"meta":{"agent":"one"}}'))
+    schema = input_schema(app.registry.tools["charge"])["properties"]["meta"]
+    assert schema["additionalProperties"] == {"type": "string"}
+    assert "idempotency-key" in schema["properties"]
+    combined = input_schema(app.registry.tools["referred"])
+    jsonschema.Draft202012Validator(combined).validate(
+        {"meta": {"name": "one", "idempotency-key": "k"}}
+    )
+    assert not jsonschema.Draft202012Validator(combined).is_valid({"meta": {"name": "one"}})
+
+
+def test_key_place_does_not_count_in_the_fingerprint() -> None:
+    place = KeyPlace(("meta", "idempotency-key"))
+    bare = fingerprint(Raw(b'{"cents":5}'))
+    for meta in ('{"idempotency-key":"k"}', '{"idempotency-key":"k","agent":"one"}', "{}"):
+        params = Raw(b'{"cents":5,"meta":%b}' % meta.encode())
+        assert fingerprint(params, place) == bare
+        assert fingerprint(params) != bare
+
+
+@pytest.mark.parametrize(
+    ("meta", "reason"),
+    [
+        ('{"idempotency-key": 5}', "params.meta.idempotency-key: expected str, got int"),
+        ('{"idempotency-key": ""}', "params.meta.idempotency-key: expected 1 to 255 characters"),
+        (
+            '{"idempotency-key": "a", "idempotency-key": "b"}',
+            "params.meta.idempotency-key: given twice with different values",
+        ),
+    ],
+)
+def test_key_place_with_a_wrong_key_is_refused(meta: str, reason: str) -> None:
+    place = KeyPlace(("meta", "idempotency-key"))
+    with pytest.raises(KeyInvalid) as refused:
+        identify(Raw(b'{"meta":%b}' % meta.encode()), place=place)
+    assert refused.value.data["reason"].startswith(reason)
+
+
+async def test_key_place_that_is_not_an_object_is_refused() -> None:
+    paid: list[int] = []
+    named = {"cents": 5, "meta": 'the "idempotency-key"'}
+    reply = error(await shop(paid).handle(call("charge", named, key="k-1")))
+    assert reply["data"]["reason"] == "params.meta: expected object, got str"
+    assert paid == []
+    with pytest.raises(InvalidParams):
+        fingerprint(Raw(b'{"meta":5}'), KeyPlace(("meta", "key")))
+
+
+async def test_key_place_of_a_router_is_that_of_its_commands() -> None:
+    paid: list[int] = []
+    inner = Router(prefix="inner.")
+
+    @inner.command
+    def charge(cents: int) -> int:
+        paid.append(cents)
+        return len(paid)
+
+    @inner.query
+    def balance() -> int:
+        return sum(paid)
+
+    @inner.tool(annotations=ToolAnnotations(readOnlyHint=True))
+    def look() -> int:
+        return sum(paid)
+
+    outer = Router(key_at="order.key")
+    outer.include(inner)
+    app = App("shop", ledger="memory:")
+    app.include(outer)
+    named = {"cents": 5, "order": {"key": "k-1"}}
+    for _ in range(2):
+        assert result(await app.handle(call("inner.charge", named))) == 1
+    assert app.registry.tools["inner.look"].key_place is None
+
+
+def test_key_place_must_be_a_path() -> None:
+    for wrong in ("", "meta..key", "meta key", 5, "_meta.key", "idempotency_key"):
+        with pytest.raises(UsageError, match="key_at"):
+            App("shop", key_at=wrong)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="key_at"):
+        Router(key_at="meta..key")
+    app = App("shop", ledger="memory:")
+    with pytest.raises(UsageError, match="only a command has an idempotency key"):
+        app.query(key_at="meta.key")(lambda: None)  # type: ignore[call-overload]
+
+
+def test_key_place_is_not_an_argument_of_a_generated_client() -> None:
+    """The client sends the keys itself."""
+    for protocol in ("rpc", "mcp"):
+        module = generated(of_app(shop([])), protocol)
+        assert "meta" not in module
+        assert "key: str | bool | None = None" in module

@@ -1,0 +1,201 @@
+"""A server on stdio without any records, which counts its effects in a file.
+
+    python -m tests.gateway.server FILE [newest]
+
+With "newest" it speaks 2026-07-28 alone, and its tool `ask` asks its client.
+
+Its tool `pay` writes a line into the file. The argument `then` says what happens next: "die" ends
+the process before the answer, "mute" never answers, "wait" answers when the file FILE.go exists,
+"error" and "refuse" answer with errors, "is_error" with a result, "garbage" with text, "wrong_id",
+"twice" and "big" with such answers. `look` only reads.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+FILE = Path(sys.argv[1])
+IS_NEWEST = sys.argv[2:] == ["newest"]
+PREFIX = "io.modelcontextprotocol/"
+LOCK = threading.Lock()
+TOOLS: list[dict[str, Any]] = [
+    {
+        "name": "pay",
+        "description": "Pay.",
+        "inputSchema": {"type": "object"},
+        "annotations": {"readOnlyHint": False, "priority": 0.10},
+        "x-unknown": {"kept": 1e2},
+    },
+    {
+        "name": "look",
+        "inputSchema": {"type": "object"},
+        "annotations": {"readOnlyHint": True},
+    },
+]
+
+
+def write(text: str) -> None:
+    with LOCK:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+
+def reply(id: Any, **members: Any) -> None:
+    write(json.dumps({"jsonrpc": "2.0", "id": id, **members}))
+
+
+def note(line: str) -> None:
+    with LOCK, FILE.open("a") as file:
+        file.write(line + "\n")
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def pay(message: dict[str, Any]) -> None:
+    id = message["id"]
+    arguments = message["params"].get("arguments", {})
+    then = arguments.get("then", "")
+    if then == "refuse":
+        reply(id, error={"code": -32602, "message": "their refusal", "data": {"their": 0.5}})
+        return
+    note(f"pay {arguments.get('to', '')}")
+    token = message["params"].get("_meta", {}).get("progressToken")
+    if token is not None:
+        for number in range(arguments.get("reports", 1)):
+            params = {"progressToken": token, "progress": number, "x": 1}
+            write(
+                json.dumps({"jsonrpc": "2.0", "method": "notifications/progress", "params": params})
+            )
+    if then == "die":
+        os._exit(3)
+    if then == "mute":
+        return
+    if then == "wait":
+        wait_for(FILE.with_suffix(".go"))
+    if then == "error":
+        reply(id, error={"code": -32000, "message": "their error", "data": {"their": 0.5}})
+        return
+    if then == "garbage":
+        write("this is not JSON")
+        return
+    if then == "wrong_id":
+        reply(99999, result={"content": []})
+        return
+    if then == "big":
+        reply(id, result={"content": [{"type": "text", "text": "x" * arguments["size"]}]})
+        return
+    count = len(FILE.read_text().splitlines())
+    text = f'{{"content": [{{"type": "text", "text": "paid {count}"}}], "x": 0.10, "isError": %s}}'
+    body = text % ("true" if then == "is_error" else "false")
+    write(f'{{"jsonrpc": "2.0", "id": {id}, "result": {body}}}')
+    if then == "twice":
+        reply(id, result={"content": [{"type": "text", "text": "second"}]})
+
+
+def initialize(message: dict[str, Any]) -> None:
+    note(f"initialize {json.dumps(message['params'], sort_keys=True)}")
+    reply(
+        message["id"],
+        result={
+            "protocolVersion": message["params"]["protocolVersion"],
+            "capabilities": {"tools": {"listChanged": True}, "x-own": {"a": 0.10}},
+            "serverInfo": {"name": "counter", "version": "7", "x": 1},
+            "instructions": "count",
+        },
+    )
+
+
+def discover(message: dict[str, Any]) -> None:
+    info = {"name": "counter", "version": "7", "x": 1}
+    result = {
+        "resultType": "complete",
+        "supportedVersions": ["2026-07-28"],
+        "capabilities": {"tools": {}},
+        "_meta": {f"{PREFIX}serverInfo": info},
+    }
+    reply(message["id"], result=result)
+
+
+def serve_newest(message: dict[str, Any]) -> None:
+    """Serve a message of 2026-07-28; refuse any other."""
+    id = message.get("id")
+    params = message.get("params", {})
+    if f"{PREFIX}protocolVersion" not in params.get("_meta", {}):
+        reply(id, error={"code": -32601, "message": "no envelope"})
+    elif message["method"] == "server/discover":
+        discover(message)
+    elif message["method"] == "tools/call" and params["name"] == "ask":
+        if "requestState" in params:
+            note(f"pay {params['requestState']}")
+            text = json.dumps(params.get("inputResponses"))
+            content = [{"type": "text", "text": text}]
+            reply(id, result={"resultType": "complete", "content": content})
+        else:
+            asked = {"q": {"method": "elicitation/create", "params": {"message": "sure?"}}}
+            state = {"inputRequests": asked, "requestState": "their state"}
+            reply(id, result={"resultType": "input_required", **state})
+    else:
+        serve(message)
+
+
+def ask_client(message: dict[str, Any]) -> None:
+    """Ask the client for its roots, and answer with what it says."""
+    write('{"jsonrpc": "2.0", "id": "q-1", "method": "roots/list", "params": {"x": 0.10}}')
+    ASKED.append(message["id"])
+
+
+ASKED: list[Any] = []
+
+
+# complexity: one branch per method of a small server.
+def serve(message: dict[str, Any]) -> None:
+    method = message.get("method")
+    if method is None:
+        if ASKED:
+            reply(ASKED.pop(), result={"their": message.get("result"), "id": message["id"]})
+    elif method == "initialize":
+        initialize(message)
+    elif method == "tools/list":
+        reply(message["id"], result={"tools": TOOLS})
+    elif method == "tools/call" and message["params"]["name"] == "look":
+        then = message["params"].get("arguments", {}).get("then")
+        if then == "die":
+            os._exit(3)
+        if then == "die_once" and not FILE.with_suffix(".died").exists():
+            FILE.with_suffix(".died").touch()
+            os._exit(3)
+        if then != "mute":
+            lines = len(FILE.read_text().splitlines())
+            reply(message["id"], result={"content": [], "lines": lines, "pid": os.getpid()})
+    elif method == "tools/call":
+        threading.Thread(target=pay, args=[message], daemon=True).start()
+    elif method == "x/ask":
+        ask_client(message)
+    elif method == "x/echo":
+        write(f'{{"jsonrpc": "2.0", "id": {message["id"]}, "result": {{"n": 1.50, "e": 1e2}}}}')
+    elif "id" in message:
+        reply(message["id"], result={})
+    else:
+        note(f"{method} {json.dumps(message.get('params'))}")
+        if method == "x/tell":
+            write('{"jsonrpc": "2.0", "method": "x/told", "params": {"n": 0.10}}')
+
+
+def main() -> None:
+    for line in sys.stdin:
+        message = json.loads(line)
+        if IS_NEWEST:
+            serve_newest(message)
+        else:
+            serve(message)
+
+
+if __name__ == "__main__":
+    main()

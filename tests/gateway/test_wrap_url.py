@@ -1,0 +1,137 @@
+"""`wirecall wrap URL`: a client of pipes in front of a server over HTTP, in both eras."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.client.conftest import nothing_is_left as nothing_is_left
+from tests.client.peers import served
+from tests.gateway.fronts import Client, enveloped, introduction
+from wirecall import App, Context
+from wirecall.gateway.login import StoredLogin
+from wirecall.gateway.pipe import Wrap
+from wirecall.gateway.upstream import Origin
+from wirecall.mcp.revisions import NAMES
+from wirecall.transports.http_client import HttpAnswer
+
+NEWEST = NAMES[-1]
+
+
+def shop(runs: list[str], **options: Any) -> App:
+    """A server that keeps no records: `key="off"`."""
+    app = App("shop", version="3", ledger="memory:", **options)
+
+    @app.command(key="off")
+    async def pay(ctx: Context, to: str) -> str:
+        runs.append(to)
+        await ctx.progress(1, 2)
+        return f"paid {to}"
+
+    @app.query
+    def look(to: str = "") -> str:
+        return f"looked {to}"
+
+    return app
+
+
+@asynccontextmanager
+async def wrapped_url(url: str, **options: Any) -> AsyncIterator[Client]:
+    wrap = Wrap(Origin(name="shop", url=url, **options), ledger="memory:")
+    client = Client(wrap)
+    try:
+        yield client
+    finally:
+        await wrap.aclose(1.0)
+
+
+@pytest.mark.parametrize("revision", NAMES)
+async def test_wrap_url_serves_both_eras_and_runs_a_lost_call_once(revision: str) -> None:
+    """G4, G5: list, call, progress and a lost answer, at the revision of the client."""
+    runs: list[str] = []
+    async with served(shop(runs)) as url, wrapped_url(f"{url}/mcp") as client:
+        envelope = enveloped if revision == NEWEST else dict
+        if revision != NEWEST:
+            answer = await client.greet(revision)
+            assert answer["result"]["serverInfo"]["name"] == "shop"
+            assert answer["result"]["protocolVersion"] == revision
+        listed = await client.ask("tools/list", envelope({}))
+        assert [tool["name"] for tool in listed["result"]["tools"]] == ["pay", "look"]
+        looked = await client.ask("tools/call", envelope({"name": "look"}))
+        assert looked["result"]["content"][0]["text"] == "looked "
+        paying = {"name": "pay", "arguments": {"to": "ann"}}
+        first = await client.ask(
+            "tools/call", envelope({**paying, "_meta": {"progressToken": "t"}}), lose=True
+        )
+        report = await client.hears("notifications/progress")
+        assert report["params"]["progressToken"] == "t"
+        again = await client.ask("tools/call", envelope(paying))
+        assert again["result"]["content"] == first["result"]["content"]
+        assert again["result"]["_meta"]["io.wirecall/replayed"] is True
+        assert runs == ["ann"]
+
+
+async def test_wrap_url_of_a_server_that_is_not_there_says_so() -> None:
+    """G9: 50210, ran = no."""
+    async with wrapped_url("http://127.0.0.1:9/mcp") as client:
+        answer = await client.ask("initialize", introduction())
+        assert (answer["error"]["code"], answer["error"]["data"]["ran"]) == (50210, "no")
+        assert "shop" in answer["error"]["message"]
+
+
+async def test_wrap_url_of_a_server_that_refuses_the_client_says_so() -> None:
+    """G6: 401 is a refusal: nothing ran."""
+    app = shop([], authenticate=lambda headers: headers.get("x-key"))
+    async with served(app) as url, wrapped_url(f"{url}/mcp") as client:
+        answer = await client.ask("initialize", introduction())
+        assert (answer["error"]["code"], answer["error"]["data"]["ran"]) == (50210, "no")
+        assert "401" in answer["error"]["message"]
+
+
+class Token:
+    """A login, as `wirecall login` stores it."""
+
+    is_interactive = False
+
+    def __init__(self, _url: str) -> None: ...
+
+    async def headers(self, _method: str, _url: str) -> Mapping[str, str]:
+        return {"X-Key": "ann"}
+
+    async def answered(self, _answer: HttpAnswer, _sent: Mapping[str, str]) -> bool:
+        return False
+
+
+async def test_wrap_url_sends_the_login_of_the_address() -> None:
+    """G4."""
+    runs: list[str] = []
+    app = shop(runs, authenticate=lambda headers: headers.get("x-key"))
+    async with served(app) as url, wrapped_url(f"{url}/mcp", auth=Token) as client:
+        await client.greet()
+        assert "result" in await client.ask("tools/call", {"name": "look"})
+
+
+async def test_stored_login_of_an_address_without_one_sends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G4."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    login = StoredLogin("http://127.0.0.1:9/mcp")
+    assert await login.headers("POST", "http://127.0.0.1:9/mcp") == {}
+    (tmp_path / "wirecall" / "logins").mkdir(parents=True, mode=0o700)
+    assert await login.headers("POST", "http://127.0.0.1:9/mcp") == {}
+    await asyncio.get_running_loop().shutdown_default_executor()
+
+
+async def test_wrap_url_makes_a_session_that_is_gone_again() -> None:
+    """G2: a server that has forgotten its sessions is greeted again, and the call is served."""
+    runs: list[str] = []
+    async with served(shop(runs)) as url, wrapped_url(f"{url}/mcp") as client:
+        await client.greet()
+        link: Any = client.front._relay.session.link
+        link.session = "forgotten"
+        answer = await client.ask("tools/call", {"name": "pay", "arguments": {"to": "ann"}})
+        assert "result" in answer and runs == ["ann"]

@@ -1,0 +1,91 @@
+"""The order of time in Redis, in which verbs read records: it is kept, mended and cleaned."""
+
+import asyncio
+
+import pytest
+
+from tests.ledger import LEASE, RETENTION, granted, outcome_of
+from tests.servers import Redis, Store
+from wirecall.ledger.base import Ledger, Only, RecordId, State, open_ledger
+from wirecall.ledger.redis import ledger as redis_ledger
+
+pytestmark = pytest.mark.parametrize("store", ["redis"], indirect=True)
+
+IDS = [RecordId("alice", "charge", f"key-{number}") for number in range(5)]
+
+
+def prefix_of(store: Store) -> str:
+    return store.url.partition("?prefix=")[2]
+
+
+def noted(store: Store, server: Redis) -> set[bytes]:
+    found: list[bytes] = server.ask("ZRANGE", f"{prefix_of(store)}newest:charge", 0, -1)
+    return set(found)
+
+
+async def test_sweep_notes_records_of_the_version_before(
+    store: Store, ledger: Ledger, redis_server: Redis
+) -> None:
+    """They are not in the list until then, or in another state."""
+    records = [await granted(ledger, id) for id in IDS]
+    redis_server.ask("DEL", f"{prefix_of(store)}newest:charge")
+    assert await ledger.list() == []
+    redis_server.ask("HSET", f"{prefix_of(store)}alice:charge:key-0", "state", "unknown")
+    await ledger.sweep()
+    assert {record.id for record in await ledger.list()} == set(IDS)
+    assert [record.id for record in await ledger.list(State.UNKNOWN)] == [records[0].id]
+
+
+async def test_names_of_removed_records_are_forgotten(
+    store: Store, ledger: Ledger, redis_server: Redis
+) -> None:
+    """By a release; by the next burial and by the sweep if Redis itself removed them."""
+    tokens = [(await granted(ledger, id)).token for id in IDS]
+    assert await ledger.release(tokens[0])
+    assert len(noted(store, redis_server)) == 4
+    for id, token in zip(IDS[1:], tokens[1:], strict=True):
+        assert await ledger.complete(token, outcome_of(), RETENTION)
+        store.age(id, RETENTION + 1)
+    assert await ledger.sweep(limit=3) == 3
+    buried = [record.id for record in await ledger.list(State.TOMBSTONE)]
+    for id in buried:
+        redis_server.ask("DEL", f"{prefix_of(store)}alice:charge:{id.key}")
+    assert await ledger.list(State.TOMBSTONE) == []
+    assert await ledger.sweep() == 1
+    assert len(noted(store, redis_server)) == 1
+    assert (await ledger.counts())[State.TOMBSTONE] == 1
+
+
+async def test_caller_with_few_records_is_found_among_many(
+    store: Store, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All names are searched for it after some rounds."""
+    monkeypatch.setattr(redis_ledger, "CHUNK", 2)
+    monkeypatch.setattr(redis_ledger, "ROUNDS", 2)
+    rare = [RecordId("se*ldom", "charge", f"key-{number}") for number in range(3)]
+    for id in rare:
+        await granted(ledger, id)
+        store.age(id, 100)
+    await asyncio.gather(*(granted(ledger, id) for id in IDS))
+    others = [RecordId("b", "charge", f"key-{number}") for number in range(20)]
+    await asyncio.gather(*(granted(ledger, id) for id in others))
+    assert {record.id for record in await ledger.list(only=Only(caller="se*ldom"))} == set(rare)
+    assert await ledger.list(only=Only(caller="nobody")) == []
+
+
+async def test_ledger_that_is_not_migrated_lists_all_records(
+    store: Store, ledger: Ledger, redis_server: Redis
+) -> None:
+    for id in IDS:
+        record = await granted(ledger, id)
+        assert await ledger.begin_task(record.token, f"task-{id.key}", b"{}", 100)
+        store.age(id, LEASE + 1)
+    for name in ("meta", "methods", "newest:charge", "tasks-newest"):
+        redis_server.ask("DEL", f"{prefix_of(store)}{name}")
+    older = await open_ledger(store.url, "read")
+    migrated = await open_ledger(store.url, "update")
+    for each in (older, migrated):
+        assert {record.id for record in await each.list(State.UNKNOWN)} == set(IDS)
+        assert {task.record for task in await each.list_tasks()} == set(IDS)
+        assert (await each.counts())[State.UNKNOWN] == len(IDS)
+        await each.aclose()
