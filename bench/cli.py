@@ -2,11 +2,13 @@
 
     python bench/cli.py [--quick]
 
-Every row is the best of several rounds, and the rows take turns within a round, so that a noisy neighbour meets them all.
+Every row is the best of several rounds, and the rows take turns within a round, so that a noisy
+neighbour affects all.
 
-What lines cost beyond start-up is not the difference of two processes: each takes some 200 ms, give or take more than the
-lines do, and such differences came out anywhere from below 0 to 6 times the cost in process. One process runs the command
-with one line, with all lines, and with one line again; the last is taken off the second.
+The cost of lines beyond start-up is not measured as the difference of two processes: each takes
+about 200 ms and varies by more than the lines cost, and such differences were anywhere from below 0
+to 6 times the cost in process. One process runs the command with one line, with all lines, and with
+one line again; the last is subtracted from the second.
 """
 
 import os
@@ -25,7 +27,8 @@ ROUNDS = 3 if "--quick" in sys.argv else 9
 LINES = 1000
 SHOP = str(ROOT / "examples" / "shop.py")
 BIN = Path(sys.executable).parent
-ENVIRONMENT = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}  # `fastmcp call` starts `fastmcp run`
+# `fastmcp call` starts `fastmcp run`.
+ENVIRONMENT = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
 
 FASTMCP = '''from fastmcp import FastMCP
 mcp = FastMCP("shop")
@@ -35,7 +38,7 @@ def price(sku: str) -> int:
     return {"tea": 450, "coffee": 700}[sku]
 '''
 
-# What `wirecall batch` does without the command around it: the same calls by the client, on the same app.
+# The work of `wirecall batch` without the command: the same calls by the client, on the same app.
 IN_PROCESS = """
 import asyncio, sys, time
 sys.path.insert(0, sys.argv[1])
@@ -77,23 +80,37 @@ def seconds(command: list[str], stdin: bytes = b"") -> float:
 
 def told(script: str, *words: str) -> float:
     """The seconds that a script prints."""
-    return float(subprocess.run([sys.executable, "-c", script, *words], capture_output=True, check=True, text=True).stdout)
+    return float(
+        subprocess.run(
+            [sys.executable, "-c", script, *words], capture_output=True, check=True, text=True
+        ).stdout
+    )
 
 
 def rows(folder: Path) -> dict[str, Callable[[], float]]:
     wirecall = str(BIN / "wirecall")
     lines = b'{"method":"price","params":{"sku":"tea"}}\n'
     (folder / "server.py").write_text(FASTMCP)
-    one, many = folder / "one", folder / "many"
+    one = folder / "one"
+    many = folder / "many"
     one.write_bytes(lines)
     many.write_bytes(lines * LINES)
-    fastmcp = [str(BIN / "fastmcp"), "call", str(folder / "server.py"), "price", "sku=tea", "--json"]
+    fastmcp = [
+        str(BIN / "fastmcp"),
+        "call",
+        str(folder / "server.py"),
+        "price",
+        "sku=tea",
+        "--json",
+    ]
     measured: dict[str, Callable[[], float]] = {
         "python -c pass": lambda: seconds([sys.executable, "-c", "pass"]),
         "wirecall --help": lambda: seconds([wirecall, "--help"]),
         "wirecall --version": lambda: seconds([wirecall, "--version"]),
         "wirecall call": lambda: seconds([wirecall, "call", SHOP, "price", "sku=tea", "--json"]),
-        "wirecall call --as mcp": lambda: seconds([wirecall, "call", SHOP, "price", "sku=tea", "--json", "--as", "mcp"]),
+        "wirecall call --as mcp": lambda: seconds(
+            [wirecall, "call", SHOP, "price", "sku=tea", "--json", "--as", "mcp"]
+        ),
         "wirecall batch, 1 line": lambda: seconds([wirecall, "batch", SHOP], lines),
         f"wirecall batch, {LINES} lines": lambda: seconds([wirecall, "batch", SHOP], lines * LINES),
         f"{LINES} lines beyond start-up": lambda: told(BEYOND, SHOP, str(one), str(many)),
@@ -120,17 +137,42 @@ def main() -> int:
 
 def targets(best: dict[str, float]) -> list[Target]:
     bare = best["python -c pass"]
-    beyond, within = best[f"{LINES} lines beyond start-up"], best[f"{LINES} calls in process"]
+    beyond = best[f"{LINES} lines beyond start-up"]
+    within = best[f"{LINES} calls in process"]
     found = [
-        Target("wirecall --help, in bare interpreters", "ms", best["wirecall --help"], "<=", 8, bare=bare),
-        Target("wirecall --version, in bare interpreters", "ms", best["wirecall --version"], "<=", 8, bare=bare),
+        Target(
+            "wirecall --help, in bare interpreters",
+            "ms",
+            best["wirecall --help"],
+            "<=",
+            8,
+            bare=bare,
+        ),
+        Target(
+            "wirecall --version, in bare interpreters",
+            "ms",
+            best["wirecall --version"],
+            "<=",
+            8,
+            bare=bare,
+        ),
         Target(f"{LINES} lines beyond start-up, in process", "ms", beyond, "<=", 3, own=within),
     ]
     if "fastmcp call" in best:
-        peer, ours, by_mcp = best["fastmcp call"], best["wirecall call"], best["wirecall call --as mcp"]
+        peer = best["fastmcp call"]
+        ours = best["wirecall call"]
+        by_mcp = best["wirecall call --as mcp"]
         found += [
             Target("fastmcp call, in wirecall calls", "ms", ours, ">=", 8, peer=peer, inverse=True),
-            Target("fastmcp call, in wirecall calls by MCP", "ms", by_mcp, ">=", 8, peer=peer, inverse=True),
+            Target(
+                "fastmcp call, in wirecall calls by MCP",
+                "ms",
+                by_mcp,
+                ">=",
+                8,
+                peer=peer,
+                inverse=True,
+            ),
         ]
     return found
 

@@ -1,13 +1,15 @@
-"""The client beside a bare aiohttp loop and beside the official SDK's and FastMCP's clients, in one run.
+"""The client beside a bare aiohttp loop and beside the official SDK's and FastMCP's clients, in one
+run.
 
     make bench            or   python bench/client.py [--quick]
 
-Over HTTP, all of them call one server of a few lines in a process of its own, 16 calls in flight. It does the least that
-JSON-RPC and MCP ask for, so that what is measured is the client. In memory, each client calls a server of its own library.
-The clients of each library run in a process of their own, as in the programs of their users: FastMCP imports OpenTelemetry,
-and in a process that has imported it every call of wirecall's MCP client begins a span. The rows take turns, and the best of
-several rounds counts. It is the processor's time of their process that is measured. Read the ratios; the calls per second
-belong to the machine.
+Over HTTP, all of them call one server of a few lines in a separate process, 16 calls in flight. It
+does the minimum that JSON-RPC and MCP require, so that the client is measured. In memory, each
+client calls a server of the same library. The clients of each library run in a separate process, as
+in the programs of their users: FastMCP imports OpenTelemetry, and in a process that has imported it
+every call of wirecall's MCP client begins a span. The rows take turns, and the best of several
+rounds counts. The measure is the processor time of their process. Read the ratios; the calls per
+second depend on the machine.
 """
 
 import asyncio
@@ -28,7 +30,7 @@ from wirecall import App, connect
 
 QUICK = "--quick" in sys.argv
 ROUNDS = 2 if QUICK else 5
-SECONDS = 0.3 if QUICK else 1.0  # that a row may take in a round
+SECONDS = 0.3 if QUICK else 1.0  # seconds that a row may take in a round
 IN_FLIGHT = 16
 
 Call = Callable[[], Awaitable[Any]]
@@ -37,13 +39,15 @@ BARE = """
 import asyncio, sys
 import msgspec
 
-decode, encode = msgspec.json.Decoder().decode, msgspec.json.Encoder().encode
+decode = msgspec.json.Decoder().decode
+encode = msgspec.json.Encoder().encode
 SCHEMA = {"type": "object", "properties": {"sku": {"type": "string"}}}
-SERVER = {"name": "bare", "version": "1"}
+DECLARED = {"capabilities": {"tools": {}}, "serverInfo": {"name": "bare", "version": "1"}}
+HEAD = b"HTTP/1.1 200 OK\\r\\ncontent-type: application/json\\r\\ncontent-length: %d\\r\\n\\r\\n"
 RESULTS = {
     "rpc.discover": {},
-    "initialize": {"protocolVersion": "2025-11-25", "capabilities": {"tools": {}}, "serverInfo": SERVER},
-    "server/discover": {"supportedVersions": ["2026-07-28"], "capabilities": {"tools": {}}, "serverInfo": SERVER},
+    "initialize": {"protocolVersion": "2025-11-25", **DECLARED},
+    "server/discover": {"supportedVersions": ["2026-07-28"], **DECLARED},
     "tools/list": {"tools": [{"name": "price", "inputSchema": SCHEMA}]},
     "tools/call": {"content": [{"type": "text", "text": "3"}]},
     "price": 3,
@@ -55,7 +59,8 @@ for result in RESULTS.values():
 
 class Bare(asyncio.Protocol):
     def connection_made(self, transport):
-        self.transport, self.buffer = transport, b""
+        self.transport = transport
+        self.buffer = b""
 
     def data_received(self, data):
         self.buffer += data
@@ -75,8 +80,7 @@ class Bare(asyncio.Protocol):
             self.transport.write(b"HTTP/1.1 " + status + b"\\r\\ncontent-length: 0\\r\\n\\r\\n")
             return
         answer = encode({"jsonrpc": "2.0", "id": message["id"], "result": RESULTS[message["method"]]})
-        head = b"HTTP/1.1 200 OK\\r\\ncontent-type: application/json\\r\\ncontent-length: %d\\r\\n\\r\\n" % len(answer)
-        self.transport.write(head + answer)
+        self.transport.write(HEAD % len(answer) + answer)
 
 
 async def main():
@@ -94,7 +98,10 @@ def main() -> int:
     with ExitStack() as stack:
         server = stack.enter_context(Child("-c", BARE))
         url = f"http://127.0.0.1:{server.read().strip()}"
-        clients = [stack.enter_context(Child(__file__, *sys.argv[1:], "--library", name, url)) for name in LIBRARIES]
+        clients = [
+            stack.enter_context(Child(__file__, *sys.argv[1:], "--library", name, url))
+            for name in LIBRARIES
+        ]
         rows = [(client, name) for client in clients for name in json.loads(client.read())]
         for client, name in rows * ROUNDS:
             client.write(name)
@@ -110,7 +117,8 @@ class Child:
             [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._input, self._output = self._process.stdin, self._process.stdout
+        self._input = self._process.stdin
+        self._output = self._process.stdout
 
     def write(self, line: str) -> None:
         print(line, file=self._input, flush=True)
@@ -127,7 +135,7 @@ class Child:
 
 
 async def measure(library: str, url: str) -> None:
-    """Print the names of a library's rows; then, for each name that is read, its speed."""
+    """Print the names of a library's rows; then, for each name read, print its speed."""
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     async with AsyncExitStack() as stack:
@@ -203,10 +211,12 @@ def fastmcp_shop() -> Any:
 
 
 async def speed(call: Call, at_once: int) -> float:
-    """Calls per second of the processor's time, with `at_once` of them under way."""
+    """Calls per second of processor time, with `at_once` of them in flight."""
     await call()
-    began, cpu = time.perf_counter(), time.process_time()
-    end, done = began + SECONDS, 0
+    began = time.perf_counter()
+    cpu = time.process_time()
+    end = began + SECONDS
+    done = 0
 
     async def caller() -> None:
         nonlocal done
@@ -221,12 +231,25 @@ async def speed(call: Call, at_once: int) -> float:
 def tell(speeds: dict[str, float]) -> int:
     for name, value in speeds.items():
         print(f"  {value:9.0f} calls/s  {name}")
-    bare, official, fast = speeds["bare aiohttp"], speeds["official SDK, MCP"], speeds["FastMCP in memory"]
-    plain, modern, memory = speeds["wirecall, JSON-RPC"], speeds["wirecall, MCP"], speeds["wirecall in memory, MCP"]
+    bare = speeds["bare aiohttp"]
+    official = speeds["official SDK, MCP"]
+    fast = speeds["FastMCP in memory"]
+    plain = speeds["wirecall, JSON-RPC"]
+    modern = speeds["wirecall, MCP"]
+    memory = speeds["wirecall in memory, MCP"]
     targets = [
-        Target("JSON-RPC over HTTP, of a bare aiohttp loop", "calls/s", plain, ">=", 0.8, bare=bare),
+        Target(
+            "JSON-RPC over HTTP, of a bare aiohttp loop", "calls/s", plain, ">=", 0.8, bare=bare
+        ),
         Target("MCP over HTTP, of a bare aiohttp loop", "calls/s", modern, ">=", 0.8, bare=bare),
-        Target("MCP over HTTP, times the official SDK's client", "calls/s", modern, ">=", 5, peer=official),
+        Target(
+            "MCP over HTTP, times the official SDK's client",
+            "calls/s",
+            modern,
+            ">=",
+            5,
+            peer=official,
+        ),
         Target("MCP in memory, times FastMCP's client", "calls/s", memory, ">=", 40, peer=fast),
     ]
     return report("client", targets, speeds)

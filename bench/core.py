@@ -1,12 +1,15 @@
-"""Bytes in to bytes out, with no network: wirecall beside a bare msgspec loop and beside other libraries, in one run.
+"""Bytes in to bytes out, with no network: wirecall beside a bare msgspec loop and beside other
+libraries, in one run.
 
     make bench            or   python bench/core.py [--quick]
 
-Every row is the best of several rounds, and the rows take turns within a round, so that a noisy neighbour meets them all.
-Nothing here waits, so it is the processor's time that is measured. Read the ratios; the microseconds belong to the machine.
+Every row is the best of several rounds, and the rows take turns within a round, so that a noisy
+neighbour affects all. Nothing here waits, so the measure is processor time. Read the ratios; the
+microseconds depend on the machine.
 
-Bare is what any JSON-RPC server must do at the least: decode the envelope, look up the method, decode the params by its
-types, call it, encode the reply. It checks nothing, and a malformed entry would be its end.
+Bare is the minimum that any JSON-RPC server must do: decode the envelope, look up the method,
+decode the params by its types, call it, encode the reply. It checks nothing, and a malformed entry
+would crash it.
 """
 
 import asyncio
@@ -24,7 +27,7 @@ from msgspec import Raw, Struct
 
 from targets import Target, report
 from wirecall import App, Context, Limits
-from wirecall.server.call import Middleware, Next
+from wirecall.server.context import Middleware, Next
 
 Row = tuple[str, int, Callable[[int], float]]
 
@@ -45,7 +48,7 @@ def answer(count: int) -> list[Any]:
     return [{"jsonrpc": "2.0", "result": i + 2, "id": i} for i in range(count)]
 
 
-# --- bare -----------------------------------------------------------------------------------------------------------
+# --- bare -----------------------------------------------------------------------------------------
 
 
 class Envelope(Struct):
@@ -106,7 +109,7 @@ def add_provided(a: int, b: int, offset: Offset) -> int:
     return a + b + offset.value
 
 
-# --- wirecall -------------------------------------------------------------------------------------------------------
+# --- wirecall -------------------------------------------------------------------------------------
 
 
 async def empty(context: Context, call_next: Next) -> object:
@@ -114,7 +117,13 @@ async def empty(context: Context, call_next: Next) -> object:
 
 
 def make_app(*middleware: Middleware) -> App:
-    app = App("bench", mode="production", ledger="memory:", limits=Limits(batch=1000), middleware=middleware)
+    app = App(
+        "bench",
+        mode="production",
+        ledger="memory:",
+        limits=Limits(batch=1000),
+        middleware=middleware,
+    )
     app.query(add)
     app.query(add_async)
     app.command(name="put")(add)
@@ -127,7 +136,7 @@ def make_app(*middleware: Middleware) -> App:
     return app
 
 
-# --- peers ----------------------------------------------------------------------------------------------------------
+# --- peers ----------------------------------------------------------------------------------------
 
 
 def json_rpc() -> Callable[[bytes], Any]:
@@ -172,7 +181,7 @@ def pjrpc() -> Callable[[bytes], Any]:
     return handle
 
 
-# --- measuring ------------------------------------------------------------------------------------------------------
+# --- measuring ------------------------------------------------------------------------------------
 
 
 def timed(handle: Callable[[bytes], Any], data: bytes) -> Callable[[int], float]:
@@ -198,7 +207,7 @@ def timed_async(handle: Callable[[bytes], Awaitable[Any]], data: bytes) -> Calla
 
 
 def check(name: str, reply: Any, count: int) -> None:
-    """A benchmark of wrong answers is worth nothing."""
+    """Check the answers: a benchmark of wrong ones is worthless."""
     text = reply if isinstance(reply, (str, bytes)) else json.dumps(reply)
     answered = json.loads(text)
     expected = answer(count) if count > 1 else answer(1)[0]
@@ -222,13 +231,23 @@ def measure(rows: list[Row]) -> dict[str, float]:
 
 def rows() -> list[Row]:
     app = make_app()
-    peers: dict[str, Callable[[bytes], Any]] = {"json-rpc": json_rpc(), "jsonrpcserver": jsonrpcserver(), "pjrpc": pjrpc()}
+    peers: dict[str, Callable[[bytes], Any]] = {
+        "json-rpc": json_rpc(),
+        "jsonrpcserver": jsonrpcserver(),
+        "pjrpc": pjrpc(),
+    }
     table: list[Row] = []
     for count, bare in ((1, bare_one), (50, bare_many)):
         data = message(count)
         table.append((f"bare, {count}", count, timed(bare, data)))
         table.append((f"wirecall sync, {count}", count, timed(app.handle_sync, data)))
-        table.append((f"wirecall async, {count}", count, timed_async(app.handle, message(count, "add_async"))))
+        table.append(
+            (
+                f"wirecall async, {count}",
+                count,
+                timed_async(app.handle, message(count, "add_async")),
+            )
+        )
         check("bare", bare(data), count)
         check("wirecall", app.handle_sync(data), count)
         for name, handle in peers.items():
@@ -246,9 +265,13 @@ def rows() -> list[Row]:
 
 
 def imports() -> tuple[float, float]:
-    """Milliseconds of `import wirecall` and `import msgspec`, each over a bare interpreter, the best of several starts."""
+    """Milliseconds of `import wirecall` and `import msgspec`, each over a bare interpreter, the
+    best of several starts.
+    """
     # The first start writes the bytecode, which an installed package has.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+    }
 
     def start(statement: str) -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -260,7 +283,9 @@ def imports() -> tuple[float, float]:
     for _ in range(10 * ROUNDS // 3):
         for statement in best:
             best[statement] = min(best[statement], start(statement))
-    ours, msgspecs = (1000 * (best[f"import {name}"] - best["pass"]) for name in ("wirecall", "msgspec"))
+    ours, msgspecs = (
+        1000 * (best[f"import {name}"] - best["pass"]) for name in ("wirecall", "msgspec")
+    )
     return ours, msgspecs
 
 
@@ -268,24 +293,70 @@ def main() -> int:
     best = measure(rows())
     for count in (1, 50):
         bare = best[f"bare, {count}"]
-        print(f"\n{'one call' if count == 1 else f'an entry in a batch of {count}'}: bare msgspec {bare:.2f} µs")
+        print(
+            f"\n{'one call' if count == 1 else f'an entry in a batch of {count}'}: bare msgspec {bare:.2f} µs"
+        )
         for name, micros in sorted(best.items(), key=lambda item: item[1]):
             if name.endswith(f", {count}"):
-                print(f"  {name.removesuffix(f', {count}'):<17} {micros:8.2f} µs   {micros / bare:7.1f} x bare")
+                print(
+                    f"  {name.removesuffix(f', {count}'):<17} {micros:8.2f} µs   {micros / bare:7.1f} x bare"
+                )
     fastest = min(
-        micros for name, micros in best.items() if name.endswith(", 50") and not name.startswith(("bare", "wirecall"))
+        micros
+        for name, micros in best.items()
+        if name.endswith(", 50") and not name.startswith(("bare", "wirecall"))
     )
-    one, entry, bare = best["wirecall sync, 1"], best["wirecall sync, 50"], best["bare, 50"]
+    one = best["wirecall sync, 1"]
+    entry = best["wirecall sync, 50"]
+    bare = best["bare, 50"]
     ours, msgspecs = imports()
     targets = [
         Target("one call, sync handler, times bare", "µs", one, "<=", 2.6, bare=best["bare, 1"]),
-        Target("an entry in a batch of 50, sync handler, times bare", "µs", entry, "<=", 1.9, bare=bare),
-        Target("the same, async handler that does not wait", "µs", best["wirecall async, 50"], "<=", 2.8, bare=bare),
-        Target("faster than the fastest peer, per batch entry", "µs", entry, ">=", 5.0, peer=fastest, inverse=True),
-        Target("a query with one provider, times one without", "µs", best["wirecall provider, 1"], "<=", 1.3, own=one),
-        Target("a query with one empty middleware", "µs", best["wirecall middleware, 1"], "<=", 3.0, own=one),
+        Target(
+            "an entry in a batch of 50, sync handler, times bare", "µs", entry, "<=", 1.9, bare=bare
+        ),
+        Target(
+            "the same, async handler that does not wait",
+            "µs",
+            best["wirecall async, 50"],
+            "<=",
+            2.8,
+            bare=bare,
+        ),
+        Target(
+            "faster than the fastest peer, per batch entry",
+            "µs",
+            entry,
+            ">=",
+            5.0,
+            peer=fastest,
+            inverse=True,
+        ),
+        Target(
+            "a query with one provider, times one without",
+            "µs",
+            best["wirecall provider, 1"],
+            "<=",
+            1.3,
+            own=one,
+        ),
+        Target(
+            "a query with one empty middleware",
+            "µs",
+            best["wirecall middleware, 1"],
+            "<=",
+            3.0,
+            own=one,
+        ),
         Target("import wirecall, times import msgspec", "ms", ours, "<=", 2.0, bare=msgspecs),
-        Target("an entry in a batch of 1000, times 50", "µs", best["wirecall sync, 1000"], "<=", 1.3, own=entry),
+        Target(
+            "an entry in a batch of 1000, times 50",
+            "µs",
+            best["wirecall sync, 1000"],
+            "<=",
+            1.3,
+            own=entry,
+        ),
     ]
     return report("core", targets, best)
 

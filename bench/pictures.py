@@ -1,7 +1,7 @@
 """Draws the two pictures of README from the results of the last `make bench`: `make pictures`.
 
-The pictures follow the colour scheme of the reader: matplotlib draws in the colours of the light one, and a style sheet
-gives each of them a name, so that the dark one can replace it.
+The pictures follow the colour scheme of the reader: matplotlib draws in the light scheme's colours,
+and a style sheet names each of them, so that the dark scheme can replace it.
 """
 
 import io
@@ -12,7 +12,7 @@ from targets import RESULTS
 
 FOLDER = RESULTS.parents[1] / "docs" / "pictures"
 
-# By name: in light, in dark.
+# The light and the dark colour by name.
 COLOURS = {
     "paper": ("#fefefe", "#15191e"),
     "ink": ("#1f2933", "#e4e7eb"),
@@ -22,19 +22,35 @@ COLOURS = {
 }
 
 
+def _kind(name: str) -> str:
+    """Return whose figure it is, which decides its colour."""
+    if name.startswith("wirecall"):
+        return "ours"
+    if name.startswith("bare"):
+        return "bare"
+    return "peer"
+
+
 def bars(title: str, figures: Mapping[str, float], unit: str) -> str:
     """Return a picture of horizontal bars, in the order of the figures."""
-    # Late: until `targets` is imported, this folder is on the path, and its http.py hides the standard library's.
+    # Late: until `targets` is imported, this folder is on the path, and its http.py hides the
+    # standard library's.
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "wirecall", "font.family": "sans-serif"})
+    matplotlib.rcParams.update(
+        {"svg.fonttype": "none", "svg.hashsalt": "wirecall", "font.family": "sans-serif"}
+    )
     from matplotlib import pyplot
 
     light = {name: pair[0] for name, pair in COLOURS.items()}
-    kinds = ["ours" if name.startswith("wirecall") else "bare" if name.startswith("bare") else "peer" for name in figures]
-    figure, axes = pyplot.subplots(figsize=(7.0, 0.7 + 0.34 * len(figures)), facecolor=light["paper"])
-    drawn = axes.barh(list(figures), list(figures.values()), color=[light[kind] for kind in kinds], height=0.7)
+    kinds = [_kind(name) for name in figures]
+    figure, axes = pyplot.subplots(
+        figsize=(7.0, 0.7 + 0.34 * len(figures)), facecolor=light["paper"]
+    )
+    drawn = axes.barh(
+        list(figures), list(figures.values()), color=[light[kind] for kind in kinds], height=0.7
+    )
     labels = [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in figures.values()]
     axes.bar_label(drawn, labels, padding=4, color=light["ink"])
     axes.set_title(f"{title} ({unit})", loc="left", color=light["ink"], fontsize=11)
@@ -46,7 +62,9 @@ def bars(title: str, figures: Mapping[str, float], unit: str) -> str:
     axes.spines[:].set_visible(False)
     figure.tight_layout()
     file = io.StringIO()
-    figure.savefig(file, format="svg", facecolor=light["paper"], metadata={"Date": None, "Creator": None})
+    figure.savefig(
+        file, format="svg", facecolor=light["paper"], metadata={"Date": None, "Creator": None}
+    )
     pyplot.close(figure)
     return with_schemes(file.getvalue())
 
@@ -55,23 +73,36 @@ def with_schemes(svg: str) -> str:
     """Return a picture whose colours have names, with a value for each scheme."""
     for name, (light, _) in COLOURS.items():
         svg = svg.replace(light, f"var(--{name})")
-    light, dark = ("; ".join(f"--{name}: {pair[which]}" for name, pair in COLOURS.items()) for which in (0, 1))
+    light, dark = (
+        "; ".join(f"--{name}: {pair[which]}" for name, pair in COLOURS.items()) for which in (0, 1)
+    )
     style = f"<style>svg {{ {light} }} @media (prefers-color-scheme: dark) {{ svg {{ {dark} }} }}</style>"
     return svg.replace("<defs>", f"{style}\n <defs>", 1)
 
 
 def main() -> None:
     results = json.loads(RESULTS.read_text())
-    core, http = results["core"]["figures"], results["http"]["figures"]
-    peers = sorted(("json-rpc", "pjrpc", "ajsonrpc", "jsonrpcserver"), key=lambda name: core[f"{name}, 50"])
+    core = results["core"]["figures"]
+    http = results["http"]["figures"]
+    peers = sorted(
+        ("json-rpc", "pjrpc", "ajsonrpc", "jsonrpcserver"), key=lambda name: core[f"{name}, 50"]
+    )
     entry = {"bare msgspec": core["bare, 50"], "wirecall": core["wirecall sync, 50"]}
     entry |= {name: core[f"{name}, 50"] for name in peers}
     calls = {"bare ASGI": http["bare ASGI"]}
-    calls |= {name: value for name, value in http.items() if name.endswith(("2026-07-28", "2025-06-18"))}
-    FOLDER.joinpath("entry.svg").write_text(bars("One entry in a batch of 50, typed params", entry, "µs, less is better"))
-    FOLDER.joinpath("http.svg").write_text(bars("tools/call over HTTP", calls, "calls/s, more is better"))
+    calls |= {
+        name: value for name, value in http.items() if name.endswith(("2026-07-28", "2025-06-18"))
+    }
+    FOLDER.joinpath("entry.svg").write_text(
+        bars("One entry in a batch of 50, typed params", entry, "µs, less is better")
+    )
+    FOLDER.joinpath("http.svg").write_text(
+        bars("tools/call over HTTP", calls, "calls/s, more is better")
+    )
     if any(results[name]["quick"] for name in ("core", "http")):
-        print("These figures are of a quick run: run make bench on a quiet machine before you publish them.")
+        print(
+            "These figures are of a quick run: run make bench on a quiet machine before you publish them."
+        )
 
 
 if __name__ == "__main__":

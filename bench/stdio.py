@@ -1,4 +1,5 @@
-"""A server on stdin and stdout, beside FastMCP: start to first answer, and one call after another, in one run.
+"""A server on stdin and stdout, beside FastMCP: start to first answer, and one call after another,
+in one run.
 
 make bench            or   python bench/stdio.py [--quick]
 """
@@ -51,7 +52,11 @@ class Server:
             bufsize=0,
         )
         client = {"name": "bench", "version": "1"}
-        self.ask(0, "initialize", {"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": client})
+        self.ask(
+            0,
+            "initialize",
+            {"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": client},
+        )
         self.first = time.perf_counter() - self.started
         self._send({"jsonrpc": "2.0", "method": "notifications/initialized"})
 
@@ -86,7 +91,8 @@ class Server:
 
 
 def main() -> int:
-    first, trip = dict.fromkeys(SERVERS, 1e9), dict.fromkeys(SERVERS, 1e9)
+    first = dict.fromkeys(SERVERS, 1e9)
+    trip = dict.fromkeys(SERVERS, 1e9)
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(STARTS):
             for name, text in SERVERS.items():
@@ -97,11 +103,15 @@ def main() -> int:
                 trip[name] = min(trip[name], server.round_trip())
                 server.end()
     for name in SERVERS:
-        print(f"  {name:10} first answer {first[name] * 1000:8.1f} ms   round trip {trip[name] * 1000:7.3f} ms")
+        print(
+            f"  {name:10} first answer {first[name] * 1000:8.1f} ms   round trip {trip[name] * 1000:7.3f} ms"
+        )
     figures = {f"{name}, first answer": 1000 * value for name, value in first.items()}
     figures |= {f"{name}, round trip": 1000 * value for name, value in trip.items()}
-    start, other_start = figures["wirecall, first answer"], figures["FastMCP, first answer"]
-    ours, other = figures["wirecall, round trip"], figures["FastMCP, round trip"]
+    start = figures["wirecall, first answer"]
+    other_start = figures["FastMCP, first answer"]
+    ours = figures["wirecall, round trip"]
+    other = figures["FastMCP, round trip"]
     targets = [
         Target("start to first answer, times FastMCP's", "ms", start, "<=", 0.25, peer=other_start),
         Target("round trip, times FastMCP's", "ms", ours, "<=", 0.1, peer=other),

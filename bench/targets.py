@@ -1,4 +1,7 @@
-"""What a benchmark must reach, and whether it did. `python bench/targets.py` prints the last results of all benchmarks."""
+"""The targets of the benchmarks, and their results.
+
+`python bench/targets.py` prints the last results.
+"""
 
 import json
 import sys
@@ -6,16 +9,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-# This folder has an http.py, which would hide the standard library's from whatever is imported after this.
-sys.path[:] = [folder for folder in sys.path if Path(folder or ".").resolve() != Path(__file__).resolve().parent]
+# This folder has an http.py, which would hide the standard library's from later imports.
+sys.path[:] = [
+    folder
+    for folder in sys.path
+    if Path(folder or ".").resolve() != Path(__file__).resolve().parent
+]
 
 RESULTS = Path(__file__).with_name("results.json")
 
 
 class Target(NamedTuple):
-    """A figure beside another one, and the ratio of both that it must reach.
+    """A figure, another one to compare it with, and the ratio that it must reach.
 
-    The other figure is the bare engine's, that of the best other library, or another one of wirecall.
+    The other figure is the bare engine's, that of the best other library, or another one of
+    wirecall.
     """
 
     work: str
@@ -26,7 +34,7 @@ class Target(NamedTuple):
     bare: float | None = None
     peer: float | None = None
     own: float | None = None
-    inverse: bool = False  # how many times ours the other figure is
+    inverse: bool = False  # the ratio is the other figure divided by ours
 
     @property
     def ratio(self) -> float:
@@ -39,10 +47,15 @@ class Target(NamedTuple):
 
 
 def report(benchmark: str, targets: Sequence[Target], figures: Mapping[str, float]) -> int:
-    """Print one line per target and keep all in `results.json`; the exit code is 1 if a target was missed."""
+    """Print one line per target and keep all in `results.json`; the exit code is 1 if a target was
+    missed.
+    """
     print()
     for each in targets:
-        print(f"  {'ok  ' if each.is_reached else 'MISS'} {each.ratio:6.2f}  {each.sign} {each.target:<4}  {each.work}")
+        print(
+            f"  {'ok  ' if each.is_reached else 'MISS'} {each.ratio:6.2f}  {each.sign} "
+            f"{each.target:<4}  {each.work}"
+        )
     rows = [{**each._asdict(), "ratio": each.ratio, "reached": each.is_reached} for each in targets]
     kept: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     kept[benchmark] = {"quick": "--quick" in sys.argv, "targets": rows, "figures": figures}
@@ -64,7 +77,10 @@ def main() -> None:
             figures = " ".join(f"{cell(row[name]):>9}" for name in ("ours", "bare", "peer"))
             work = f"{benchmark}: {row['work']}"
             reached = "" if row["reached"] else "  MISS"
-            print(f"{work:62} {row['unit']:12} {figures} {row['ratio']:7.2f}  {row['sign']} {row['target']:g}{reached}")
+            print(
+                f"{work:62} {row['unit']:12} {figures} {row['ratio']:7.2f}  {row['sign']} "
+                f"{row['target']:g}{reached}"
+            )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""The servers of bench/http.py: the same tool, each in its own way and served as its documentation says.
+"""The servers of bench/http.py: the same tool, each in its own way and served as its documentation
+says.
 
-Ours by `wirecall serve`, the bare ones by granian's command with uvloop, the others by their own `run`:
+Ours by `wirecall serve`, the bare ones by granian's command with uvloop, the others by their own
+`run`:
 
 python -m bench.servers.prices official PORT
 """
@@ -14,9 +16,10 @@ import msgspec
 from wirecall import App, Context
 from wirecall.auth import Jwt
 
-# --- bare: what cannot be saved: read the body, decode it, encode the answer, send it --------------------------------
+# --- bare: what cannot be saved: read the body, decode it, encode the answer, send it -------------
 
-_decode, _encode = msgspec.json.Decoder().decode, msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder().decode
+_encode = msgspec.json.Encoder().encode
 _INFO = {"io.modelcontextprotocol/serverInfo": {"name": "shop", "version": "1.0"}}
 
 
@@ -24,7 +27,12 @@ def _answer(body: bytes) -> bytes:
     call = _decode(body)
     price = len(call["params"]["arguments"]["sku"])
     content = [{"type": "text", "text": str(price)}]
-    result = {"resultType": "complete", "_meta": _INFO, "content": content, "structuredContent": price}
+    result = {
+        "resultType": "complete",
+        "_meta": _INFO,
+        "content": content,
+        "structuredContent": price,
+    }
     return _encode({"jsonrpc": "2.0", "id": call["id"], "result": result})
 
 
@@ -38,12 +46,15 @@ async def bare_asgi(scope: Any, receive: Any, send: Any) -> None:
 
 async def bare_rsgi(_: Any, protocol: Any) -> None:
     body = _answer(await protocol())
-    protocol.response_bytes(200, [("content-type", "application/json"), ("content-length", str(len(body)))], body)
+    protocol.response_bytes(
+        200, [("content-type", "application/json"), ("content-length", str(len(body)))], body
+    )
 
 
-# --- ours ------------------------------------------------------------------------------------------------------------
+# --- ours -----------------------------------------------------------------------------------------
 
-ours = App("shop", version="1.0", mode="production", ledger="memory:")  # development checks each result
+# Development checks each result.
+ours = App("shop", version="1.0", mode="production", ledger="memory:")
 
 
 @ours.query
@@ -66,7 +77,9 @@ async def follow(sku: str, ctx: Context) -> int:
 
 
 if "BENCH_KEYS" in os.environ:  # the same with a token that has a scope
-    issuer, resource, keys = (os.environ[f"BENCH_{name}"] for name in ("ISSUER", "RESOURCE", "KEYS"))
+    issuer, resource, keys = (
+        os.environ[f"BENCH_{name}"] for name in ("ISSUER", "RESOURCE", "KEYS")
+    )
     auth = Jwt(issuer, resource=resource, jwks=msgspec.json.decode(keys))
     guarded = App("shop", version="1.0", mode="production", ledger="memory:", auth=auth)
     guarded.query(name="price", scopes="prices:read")(price)
@@ -77,7 +90,7 @@ if "BENCH_KEYS" in os.environ:  # the same with a token that has a scope
         return len(sku)
 
 
-# --- others ----------------------------------------------------------------------------------------------------------
+# --- others ---------------------------------------------------------------------------------------
 
 
 def official(port: int) -> None:
@@ -85,7 +98,9 @@ def official(port: int) -> None:
 
     server = MCPServer("shop", version="1.0", log_level="ERROR")
     server.tool()(price)
-    server.run("streamable-http", host="127.0.0.1", port=port, json_response=True, stateless_http=True)
+    server.run(
+        "streamable-http", host="127.0.0.1", port=port, json_response=True, stateless_http=True
+    )
 
 
 def fastmcp(port: int) -> None:
