@@ -1,5 +1,7 @@
-"""The official MCP client calls a wirecall server, loses an answer, and calls again: one effect, and no key was sent.
+"""The official MCP client calls a wirecall server, loses an answer, and calls again: one effect,
+and no key was sent.
 
+pip install mcp                      the official SDK, which wirecall does not need
 python examples/agents.py            the client, which starts the server
 python examples/agents.py --serve    the server alone, on stdin and stdout
 """
@@ -8,7 +10,10 @@ import asyncio
 import sys
 from pathlib import Path
 
-import mcp
+try:
+    import mcp
+except ImportError:
+    raise SystemExit("This example needs the official SDK: pip install mcp") from None
 
 from wirecall import App
 
@@ -31,11 +36,15 @@ def parcels() -> int:
 
 
 async def main() -> None:
-    server = mcp.StdioServerParameters(command=sys.executable, args=[str(Path(__file__)), "--serve"])
+    server = mcp.StdioServerParameters(
+        command=sys.executable, args=[str(Path(__file__)), "--serve"]
+    )
     async with mcp.Client(server) as client:
 
         async def call(tool: str, timeout: float | None = None, **arguments: str) -> str:
-            (content,) = (await client.call_tool(tool, arguments, read_timeout_seconds=timeout)).content
+            (content,) = (
+                await client.call_tool(tool, arguments, read_timeout_seconds=timeout)
+            ).content
             return content.text if content.type == "text" else content.type
 
         try:

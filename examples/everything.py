@@ -5,8 +5,9 @@ The official conformance suite tests this server: `make conformance`.
     python examples/everything.py --port 8420        http://127.0.0.1:8420/mcp
     python examples/everything.py                    stdin and stdout
 
-The suite calls the names that begin with `test`. The same functions serve all five revisions of MCP: an answer leaves out
-the parts that a revision does not have, and a question to the user takes the form that the revision knows.
+The suite calls the names that begin with `test`. The same functions serve all five revisions of
+MCP: an answer leaves out the parts that a revision does not have, and a question to the user takes
+the form that the revision knows.
 """
 
 import argparse
@@ -19,18 +20,30 @@ from msgspec import Meta, Struct
 from wirecall import App, Context, Header, ProtocolError, ToolAnnotations, ToolError
 from wirecall.mcp import Audio, Embedded, Image, Message, ResourceLink, Text, ToolResult
 
-app = App("everything", version="1.0", instructions="One of each: tools, resources, prompts and questions to the user.")
+app = App(
+    "everything",
+    version="1.0",
+    instructions="One of each: tools, resources, prompts and questions to the user.",
+    batch_tool="queries",  # a tool that calls several of the others in one request
+)
 
-# Hints for the client. Without them it must assume that a tool changes data, destroys data and calls other systems.
+# Hints for the client. Without them it must assume that a tool changes data, destroys data and
+# calls other systems.
 READS = ToolAnnotations(readOnlyHint=True, openWorldHint=False)
 ASKS = ToolAnnotations(readOnlyHint=True, openWorldHint=True)  # it asks the user or a model
-ANNOUNCES = ToolAnnotations(readOnlyHint=False, destructiveHint=False, idempotentHint=True, openWorldHint=False)
+ANNOUNCES = ToolAnnotations(
+    readOnlyHint=False, destructiveHint=False, idempotentHint=True, openWorldHint=False
+)
 
-RED_PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC")
-SILENCE = base64.b64decode("UklGRiwAAABXQVZFZm10IBAAAAABAAEAQB8AAEAfAAABAAgAZGF0YQgAAACAgICAgICAgA==")
+RED_PIXEL = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
+)
+SILENCE = base64.b64decode(
+    "UklGRiwAAABXQVZFZm10IBAAAAABAAEAQB8AAEAfAAABAAgAZGF0YQgAAACAgICAgICAgA=="
+)
 
 
-# --- results of a tool -----------------------------------------------------------------------------------------------
+# --- results of a tool ----------------------------------------------------------------------------
 
 
 @app.tool(annotations=READS)
@@ -54,19 +67,32 @@ def test_audio_content() -> Audio:
 @app.tool(annotations=READS)
 def test_embedded_resource() -> Embedded:
     """Return the content of a resource."""
-    return Embedded("test://embedded-resource", text="This is an embedded resource content.", mime_type="text/plain")
+    return Embedded(
+        "test://embedded-resource",
+        text="This is an embedded resource content.",
+        mime_type="text/plain",
+    )
 
 
 @app.tool(annotations=READS)
 def resource_link() -> ResourceLink:
     """Return a link to a resource, which the client can read."""
-    return ResourceLink("test://static-text", "static-text", mime_type="text/plain", title="A text that never changes")
+    return ResourceLink(
+        "test://static-text",
+        "static-text",
+        mime_type="text/plain",
+        title="Text that never changes",
+    )
 
 
 @app.tool(annotations=READS)
 def test_multiple_content_types() -> list[Text | Image | Embedded]:
     """Return several types of content at once."""
-    note = Embedded("test://mixed-content-resource", text='{"test":"data","value":123}', mime_type="application/json")
+    note = Embedded(
+        "test://mixed-content-resource",
+        text='{"test":"data","value":123}',
+        mime_type="application/json",
+    )
     return [Text("Multiple content types test:"), Image(RED_PIXEL, "image/png"), note]
 
 
@@ -87,7 +113,11 @@ def structured_output(place: Annotated[str, Meta(description="a city", min_lengt
 @app.tool(annotations=READS)
 def full_result(code: int = 7) -> ToolResult:
     """Return text for the model, and structured data for the program."""
-    return ToolResult(content=[Text(f"The code is {code}.")], structured={"code": code}, meta={"example.com/cost": 1})
+    return ToolResult(
+        content=[Text(f"The code is {code}.")],
+        structured={"code": code},
+        meta={"example.com/cost": 1},
+    )
 
 
 @app.tool(annotations=READS)
@@ -96,7 +126,7 @@ def test_error_handling() -> str:
     raise ToolError("This tool intentionally returns an error for testing")
 
 
-# --- arguments of a tool ---------------------------------------------------------------------------------------------
+# --- arguments of a tool --------------------------------------------------------------------------
 
 CONTACT = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -134,11 +164,13 @@ Region = Annotated[str, Meta(description="where to look"), Header("Region")]
 
 @app.tool(annotations=READS)
 def custom_header(region: Region, query: str = "all") -> str:
-    """Take an argument that HTTP clients repeat in the header Mcp-Param-Region, so that a proxy can route by it."""
+    """Take an argument that HTTP clients repeat in the header Mcp-Param-Region, so that a proxy can
+    route by it.
+    """
     return f"Looked for {query} in {region}"
 
 
-# --- messages during a call ------------------------------------------------------------------------------------------
+# --- messages during a call -----------------------------------------------------------------------
 
 
 @app.tool(annotations=READS)
@@ -161,22 +193,28 @@ async def test_tool_with_logging(ctx: Context) -> str:
 
 @app.tool(annotations=READS)
 async def test_logging_tool(ctx: Context) -> str:
-    """Log data under a logger's name. At 2026-07-28 only a client that asks for log messages gets them."""
+    """Log data under a logger's name.
+
+    At 2026-07-28 only a client that asks for log messages gets them.
+    """
     await ctx.log("warning", {"disk": "nearly full", "left": 0.07}, logger="storage")
     return "Logged, for those who listen"
 
 
 @app.tool(annotations=READS)
 async def test_reconnection(ctx: Context) -> str:
-    """Close the stream in the middle (2025-11-25): the client reconnects with Last-Event-ID and gets the answer."""
+    """Close the stream in the middle (2025-11-25): the client reconnects with Last-Event-ID and
+    gets the answer.
+    """
     await ctx.hang_up(retry=0.5)
     await asyncio.sleep(0.1)
     return "Reconnection test completed successfully"
 
 
-# --- questions to the client -----------------------------------------------------------------------------------------
-# At 2026-07-28 the client repeats the call with the answers, and the function runs again from the top. So put every effect
-# after the last question. `key` names a question in that exchange; older revisions do not use it.
+# --- questions to the client ----------------------------------------------------------------------
+# At 2026-07-28 the client repeats the call with the answers, and the function runs again from the
+# top. So put every effect after the last question. `key` names a question in that exchange; older
+# revisions do not use it.
 
 
 class UserName(Struct):
@@ -201,7 +239,9 @@ async def test_elicitation(message: str, ctx: Context) -> str:
         "username": {"type": "string", "description": "User's response"},
         "email": {"type": "string", "format": "email"},
     }
-    answer = await ctx.elicit(message, {"type": "object", "properties": fields, "required": ["username", "email"]})
+    answer = await ctx.elicit(
+        message, {"type": "object", "properties": fields, "required": ["username", "email"]}
+    )
     return f"User response: action={answer.action}, content={answer.content}"
 
 
@@ -217,7 +257,9 @@ DEFAULTS = {
 @app.tool(annotations=ASKS)
 async def test_elicitation_sep1034_defaults(ctx: Context) -> str:
     """Ask with a form that has default values."""
-    answer = await ctx.elicit("Please review your profile", {"type": "object", "properties": DEFAULTS})
+    answer = await ctx.elicit(
+        "Please review your profile", {"type": "object", "properties": DEFAULTS}
+    )
     return f"Elicitation completed: action={answer.action}, content={answer.content}"
 
 
@@ -226,7 +268,11 @@ TITLED = [{"const": f"value{number}", "title": f"Option {number}"} for number in
 CHOICES = {
     "untitledSingle": {"type": "string", "enum": NAMES},
     "titledSingle": {"type": "string", "oneOf": TITLED},
-    "legacyEnum": {"type": "string", "enum": ["opt1", "opt2", "opt3"], "enumNames": ["Option 1", "Option 2", "Option 3"]},
+    "legacyEnum": {
+        "type": "string",
+        "enum": ["opt1", "opt2", "opt3"],
+        "enumNames": ["Option 1", "Option 2", "Option 3"],
+    },
     "untitledMulti": {"type": "array", "items": {"type": "string", "enum": NAMES}},
     "titledMulti": {"type": "array", "items": {"anyOf": TITLED}},
 }
@@ -243,13 +289,19 @@ async def test_elicitation_sep1330_enums(ctx: Context) -> str:
 async def test_input_required_result_elicitation(ctx: Context) -> str:
     """Ask with a form made from a type; the answer is of that type."""
     answer = await ctx.elicit("What is your name?", UserName, key="user_name")
-    return f"Hello, {answer.content.name}!" if answer.action == "accept" else f"No name: {answer.action}"
+    return (
+        f"Hello, {answer.content.name}!"
+        if answer.action == "accept"
+        else f"No name: {answer.action}"
+    )
 
 
 @app.tool(annotations=ASKS)
 async def test_input_required_result_sampling(ctx: Context) -> str:
     """Ask the model, with a key for the question."""
-    sampled = await ctx.sample("What is the capital of France?", max_tokens=100, key="capital_question")
+    sampled = await ctx.sample(
+        "What is the capital of France?", max_tokens=100, key="capital_question"
+    )
     return f"The model says: {sampled.text}"
 
 
@@ -277,8 +329,14 @@ async def test_input_required_result_multi_round(ctx: Context) -> str:
     first = await ctx.elicit("Step 1: What is your name?", UserName, key="step1")
     name = first.content.name if first.action == "accept" else "stranger"
     colour = {"type": "object", "properties": {"color": {"type": "string"}}, "required": ["color"]}
-    second = await ctx.elicit(f"Step 2: What is your favourite colour, {name}?", colour, key="step2")
-    return f"{name} likes {second.content['color']}" if second.action == "accept" else f"{name} did not say"
+    second = await ctx.elicit(
+        f"Step 2: What is your favourite colour, {name}?", colour, key="step2"
+    )
+    return (
+        f"{name} likes {second.content['color']}"
+        if second.action == "accept"
+        else f"{name} did not say"
+    )
 
 
 @app.tool(annotations=ASKS)
@@ -313,11 +371,11 @@ async def test_missing_capability(ctx: Context) -> str:
 async def test_streaming_elicitation(ctx: Context) -> str:
     """Report progress, then ask."""
     await ctx.progress(1, total=2, message="about to ask")
-    answer = await ctx.elicit("Shall we go on?", Confirmation)
+    answer = await ctx.elicit("Shall we continue?", Confirmation)
     return f"Answered: {answer.action}"
 
 
-# --- tasks: calls that go on after their request (2026-07-28) ----------------------------------------------------------
+# --- tasks: calls that continue after their request (2026-07-28) ----------------------------------
 
 
 @app.tool(annotations=READS)
@@ -362,49 +420,54 @@ async def confirm_delete(filename: str, ctx: Context) -> str:
 @app.tool(annotations=ASKS, task=True)
 async def multi_input(ctx: Context) -> str:
     """Ask two questions at once inside a task."""
-    answers = await ctx.ask(ctx.elicit("Your name?", UserName), ctx.elicit("Go on?", Deletion))
+    answers = await ctx.ask(ctx.elicit("Your name?", UserName), ctx.elicit("Continue?", Deletion))
     return ", ".join(answer.action for answer in answers)
 
 
 @app.tool(annotations=ASKS, task="required")
 async def test_tool_with_task(ctx: Context) -> str:
-    """Ask within the request, then go on as a task."""
+    """Ask within the request, then continue as a task."""
     answer = await ctx.elicit("What is your name?", UserName)
     await ctx.hand_over()
     await asyncio.sleep(0.1)
     return f"Hello, {answer.content.name if answer.action == 'accept' else 'stranger'}!"
 
 
-# --- notifications of changes ----------------------------------------------------------------------------------------
+# --- notifications of changes ---------------------------------------------------------------------
 
 
 @app.tool(annotations=ANNOUNCES)
 def test_trigger_tool_change() -> str:
     """Tell subscribers that the list of tools changed."""
     app.changed("tools")
-    return "Told that the tools changed"
+    return "Notified: the tools changed"
 
 
 @app.tool(annotations=ANNOUNCES)
 def test_trigger_prompt_change() -> str:
     """Tell subscribers that the list of prompts changed."""
     app.changed("prompts")
-    return "Told that the prompts changed"
+    return "Notified: the prompts changed"
 
 
 @app.tool(annotations=ANNOUNCES)
 def trigger_resource_update() -> str:
     """Tell subscribers that the watched resource has new content."""
     app.updated("test://watched-resource")
-    return "Told that the resource changed"
+    return "Notified: the resource changed"
 
 
-# --- resources -------------------------------------------------------------------------------------------------------
+# --- resources ------------------------------------------------------------------------------------
 
 
-@app.resource("test://static-text", name="static-text", title="A text that never changes", mime_type="text/plain")
+@app.resource(
+    "test://static-text",
+    name="static-text",
+    title="Text that never changes",
+    mime_type="text/plain",
+)
 def static_text() -> str:
-    """A text."""
+    """Plain text."""
     return "This is the content of the static text resource."
 
 
@@ -416,7 +479,7 @@ def static_binary() -> bytes:
 
 @app.resource("test://watched-resource", name="watched-resource", mime_type="text/plain")
 def watched_resource() -> str:
-    """A text to subscribe to; trigger_resource_update reports that it changed."""
+    """Text to subscribe to; trigger_resource_update reports that it changed."""
     return "Watched resource content"
 
 
@@ -426,7 +489,7 @@ def template(id: str) -> str:
     return f'{{"id":"{id}","templateTest":true,"data":"Data for ID: {id}"}}'
 
 
-# --- prompts and completion ------------------------------------------------------------------------------------------
+# --- prompts and completion -----------------------------------------------------------------------
 
 
 @app.prompt
@@ -437,7 +500,8 @@ def test_simple_prompt() -> str:
 
 @app.prompt(title="A prompt with two arguments")
 def test_prompt_with_arguments(
-    arg1: Annotated[str, Meta(description="the first one")], arg2: Annotated[str, Meta(description="the second one")]
+    arg1: Annotated[str, Meta(description="the first one")],
+    arg2: Annotated[str, Meta(description="the second one")],
 ) -> str:
     """A prompt with arguments."""
     return f"Prompt with arguments: arg1='{arg1}', arg2='{arg2}'"
@@ -446,22 +510,38 @@ def test_prompt_with_arguments(
 @app.prompt
 def test_prompt_with_embedded_resource(resourceUri: str) -> list[Message]:  # noqa: N803 - the suite sends this name
     """A prompt with an embedded resource."""
-    resource = Embedded(resourceUri, text="Embedded resource content for testing.", mime_type="text/plain")
-    return [Message("user", resource), Message("user", "Please process the embedded resource above.")]
+    resource = Embedded(
+        resourceUri, text="Embedded resource content for testing.", mime_type="text/plain"
+    )
+    return [
+        Message("user", resource),
+        Message("user", "Please process the embedded resource above."),
+    ]
 
 
 @app.prompt
 def test_prompt_with_image() -> list[Message]:
     """A prompt with an image."""
-    return [Message("user", Image(RED_PIXEL, "image/png")), Message("user", "Please analyze the image above.")]
+    return [
+        Message("user", Image(RED_PIXEL, "image/png")),
+        Message("user", "Please analyze the image above."),
+    ]
 
 
 @app.prompt
 async def test_input_required_result_prompt(ctx: Context) -> str:
     """A prompt that first asks the user a question."""
-    topic = {"type": "object", "properties": {"context": {"type": "string"}}, "required": ["context"]}
+    topic = {
+        "type": "object",
+        "properties": {"context": {"type": "string"}},
+        "required": ["context"],
+    }
     answer = await ctx.elicit("What context should the prompt use?", topic, key="user_context")
-    return f"Use this context: {answer.content['context']}" if answer.action == "accept" else "Use no context."
+    return (
+        f"Use this context: {answer.content['context']}"
+        if answer.action == "accept"
+        else "Use no context."
+    )
 
 
 WORDS = ["paris", "park", "party", "pasta"]
@@ -481,7 +561,11 @@ def complete_id(value: str) -> list[str]:
 
 if __name__ == "__main__":
     options = argparse.ArgumentParser(description="An MCP server with one of everything.")
-    options.add_argument("--port", type=int, help="serve HTTP on 127.0.0.1; without it, serve standard input and output")
+    options.add_argument(
+        "--port",
+        type=int,
+        help="serve HTTP on 127.0.0.1; without it, serve standard input and output",
+    )
     port = options.parse_args().port
     if port is None:
         app.run("stdio")

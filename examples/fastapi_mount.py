@@ -1,9 +1,10 @@
-"""An app inside a FastAPI application: `/shop/rpc` and `/shop/mcp` beside the pages and endpoints of the other.
+"""An app inside a FastAPI application: `/shop/rpc` and `/shop/mcp` beside the pages and endpoints
+of the other.
 
     uvicorn examples.fastapi_mount:web          (pip install fastapi uvicorn)
 
-FastAPI does not forward the lifespan protocol to what it mounts. So its own lifespan contains the app's: both start and stop
-together, and a pool that cannot be opened stops the start of the whole.
+FastAPI does not forward the lifespan protocol to mounted apps. So its own lifespan contains the
+app's: both start and stop together, and if a pool cannot be opened, neither starts.
 """
 
 from collections.abc import AsyncIterator

@@ -1,9 +1,10 @@
-"""Payments whose effect and record commit in one transaction: exactly once, even if a process dies in the middle.
+"""Payments whose effect and record commit in one transaction: exactly once, even if a process dies
+in the middle.
 
-    python examples/payments_postgres.py postgresql://localhost/shop        serves http://127.0.0.1:8420/rpc and /mcp
+    python examples/payments_postgres.py postgresql://localhost/shop
 
-`ctx.db` is the transaction that also writes the ledger's record. The handler's writes through it commit together with the
-record, or not at all.
+It serves http://127.0.0.1:8420/rpc and /mcp. `ctx.db` is the transaction that also writes the
+ledger's record. The handler's writes through it commit together with the record, or not at all.
 """
 
 import sys
@@ -32,11 +33,14 @@ def make_app(url: str) -> App:
     async def pay(payer: str, payee: str, cents: int, ctx: Context) -> int:
         """Move money from one account to another, and return the number of the payment."""
         taken = await ctx.db.execute(
-            "UPDATE accounts SET cents = cents - %s WHERE name = %s AND cents >= %s", (cents, payer, cents)
+            "UPDATE accounts SET cents = cents - %s WHERE name = %s AND cents >= %s",
+            (cents, payer, cents),
         )
         if taken.rowcount == 0:
             raise DomainError(4020, f"{payer} does not have {cents} cents")
-        await ctx.db.execute("UPDATE accounts SET cents = cents + %s WHERE name = %s", (cents, payee))
+        await ctx.db.execute(
+            "UPDATE accounts SET cents = cents + %s WHERE name = %s", (cents, payee)
+        )
         query = "INSERT INTO payments (payer, payee, cents) VALUES (%s, %s, %s) RETURNING id"
         return await only(ctx.db, query, payer, payee, cents)
 

@@ -1,9 +1,10 @@
-"""A pool of connections that opens before the first call, and a connection for each call that takes one.
+"""A pool of connections that opens before the first call, and a connection for each call that takes
+one.
 
     python examples/pools.py postgresql://localhost/shop        serves http://127.0.0.1:8420/rpc and /mcp
 
-The lifespan opens the pool and closes it. The provider takes a connection out of it for one call: its transaction commits
-when the handler returns, and is rolled back if the handler raises.
+The lifespan opens the pool and closes it. The provider takes a connection out of it for one call:
+its transaction commits when the handler returns, and is rolled back if the handler raises.
 """
 
 import sys
@@ -44,7 +45,8 @@ async def price(sku: str, db: Db) -> int:
 async def reprice(sku: str, cents: int, db: Db) -> int:
     """Set the price of an article, and return it."""
     await db.execute(
-        "INSERT INTO articles VALUES (%s, %s) ON CONFLICT (sku) DO UPDATE SET cents = excluded.cents", (sku, cents)
+        "INSERT INTO articles VALUES (%s, %s) ON CONFLICT (sku) DO UPDATE SET cents = excluded.cents",
+        (sku, cents),
     )
     if cents <= 0:
         raise DomainError(4220, "a price is more than 0 cents")  # the transaction is rolled back

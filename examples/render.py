@@ -1,9 +1,11 @@
-"""Something long that is killed in the middle and goes on: a task of MCP 2026-07-28, kept in the ledger.
+"""A long job that is killed in the middle and continues: a task of MCP 2026-07-28, kept in the
+ledger.
 
     python examples/render.py                the story: start, kill -9, restart, result
     python examples/render.py --serve PORT   the server alone, with the ledger render.db in the current folder
 
-The frames that are done are files, so a run that takes over goes on where the last one stopped (`on_crash="rerun"`).
+Finished frames are files, so a run that takes over continues where the last one stopped
+(`on_crash="rerun"`).
 """
 
 import asyncio
@@ -52,13 +54,16 @@ def main(port: int) -> None:
     print("killed after some frames:", 0 < len(frames("dawn")) < FRAMES)
     assert task.id is not None
     with serve(port) as server, connect_sync(url, protocol="mcp") as client:
-        print(client.task(task.id).result().text)  # the id is enough: this client did not start the task
+        # The id is enough: this client did not start the task.
+        print(client.task(task.id).result().text)
         server.terminate()
 
 
 def serve(port: int) -> "subprocess.Popen[bytes]":
     """Start the server, and wait until it answers."""
-    server = subprocess.Popen([sys.executable, __file__, "--serve", str(port)], stderr=subprocess.DEVNULL)
+    server = subprocess.Popen(
+        [sys.executable, __file__, "--serve", str(port)], stderr=subprocess.DEVNULL
+    )
     while server.poll() is None:
         try:
             socket.create_connection(("127.0.0.1", port)).close()
