@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from wirecall.protocol.receipt import Receipt
+from wirecall.protocol.receipt import Arrival, Receipt
 from wirecall.transports.arrivals import Arrivals
 from wirecall.transports.tcp import Address, address_of
 
@@ -51,7 +51,7 @@ async def test_arrivals_count_an_answer_as_lost_if_its_socket_is_closed(
         arrivals = await seen_arrivals(listener)
         receipt = Receipt()
         assert arrivals.attend(gone_client(listener), receipt) is None
-    assert receipt.is_lost
+    assert receipt.arrival is Arrival.LOST
 
 
 async def test_arrivals_do_not_judge_a_forwarded_request_without_a_socket(
@@ -62,7 +62,7 @@ async def test_arrivals_do_not_judge_a_forwarded_request_without_a_socket(
         arrivals = await seen_arrivals(listener)
         receipt = Receipt()
         assert arrivals.attend(gone_client(listener), receipt, is_forwarded=True) is None
-    assert not receipt.is_lost
+    assert receipt.arrival is Arrival.PENDING
 
 
 async def test_arrivals_do_not_judge_before_they_have_found_a_socket(
@@ -72,7 +72,7 @@ async def test_arrivals_do_not_judge_before_they_have_found_a_socket(
     with listener:
         receipt = Receipt()
         assert Arrivals().attend(gone_client(listener), receipt) is None
-    assert not receipt.is_lost
+    assert receipt.arrival is Arrival.PENDING
 
 
 async def test_arrivals_count_an_answer_as_lost_if_the_server_closes_before_it_writes(
@@ -89,7 +89,7 @@ async def test_arrivals_count_an_answer_as_lost_if_the_server_closes_before_it_w
         lost = asyncio.Event()
         receipt.listen(lambda is_written: None if is_written else lost.set())
         arrival = arrivals.attend(address, receipt)
-        assert arrival is not None and not receipt.is_lost
+        assert arrival is not None and receipt.arrival is Arrival.PENDING
         arrival.due += 100
         arrivals.hand_over(arrival, is_stream=False, patience=3600.0)
         client.close()

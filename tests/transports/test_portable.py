@@ -10,7 +10,7 @@ import pytest
 
 from wirecall.cli.batch import InputLines
 from wirecall.errors import Gone
-from wirecall.protocol.receipt import Receipt
+from wirecall.protocol.receipt import Arrival, Receipt
 from wirecall.transports.lines import HIGH, Output, ThreadedOutput, open_input
 
 both_ways = pytest.mark.parametrize("portable", [False, True])
@@ -48,7 +48,7 @@ async def test_pipe_delivers_everything_that_is_written(portable: bool) -> None:
         read += await source.read()
     await output.shrink(0)
     assert read == b"".join(line + b"\n" for line in lines)
-    assert all(receipt.is_written for receipt in sendings)
+    assert all(receipt.arrival is Arrival.WRITTEN for receipt in sendings)
     await output.send(b"more")
     await output.shrink(0)
     output.close()
@@ -67,7 +67,7 @@ async def test_peer_that_has_gone_is_noticed(portable: bool) -> None:
     receipt = Receipt()
     output.write(b"x" * HIGH, receipt)
     await output.shrink(0)
-    assert (gone, receipt.is_lost) == ([True], True)
+    assert (gone, receipt.arrival) == ([True], Arrival.LOST)
     with pytest.raises(Gone):
         await output.send(b"x")
     output.close()

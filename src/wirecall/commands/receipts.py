@@ -43,7 +43,7 @@ from wirecall.commands.run import Run
 from wirecall.errors import Gone
 from wirecall.ledger.base import Claim, Delivered, Ledger, Record
 from wirecall.logs import logger
-from wirecall.protocol.receipt import Receipt
+from wirecall.protocol.receipt import Arrival, Receipt
 from wirecall.server.call import Call
 
 # Seconds after which written answers are marked: ten successive commands share a commit. An equal
@@ -501,7 +501,7 @@ class Receipts:
                 continue
             if other.look is not None:
                 other.look()
-            if not other.is_written:
+            if other.arrival is not Arrival.WRITTEN:
                 noticed.append(loop.create_future())
                 other.listen(partial(end, noticed[-1:]))
         if noticed:

@@ -1,5 +1,6 @@
 """What a transport knows about the answers to one message: written, or lost."""
 
+import enum
 from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
@@ -7,6 +8,15 @@ from typing import TypeAlias
 from msgspec import Struct
 
 Listener: TypeAlias = Callable[[bool], None]  # True: written; False: lost
+
+
+class Arrival(enum.Enum):
+    """What a transport knows about the answers to one message."""
+
+    PENDING = enum.auto()
+    # The caller disconnected. A resumed stream may still write the answers.
+    LOST = enum.auto()
+    WRITTEN = enum.auto()
 
 
 class Receipt(Struct, eq=False):
@@ -23,8 +33,7 @@ class Receipt(Struct, eq=False):
     _watch: Callable[[], None] | None = None
     # The calls that want a report; without any, transports do no extra work.
     listeners: list[Listener] = []
-    is_written: bool = False
-    is_lost: bool = False
+    arrival: Arrival = Arrival.PENDING
     # The session or the pipe that the message came through, in this process. None: there is no
     # session.
     session: object = None
@@ -50,7 +59,7 @@ class Receipt(Struct, eq=False):
     def listen(self, listener: Listener) -> None:
         """Call the listener when the answers are written or lost; now if they are lost already."""
         self.listeners.append(listener)
-        if self.is_lost:
+        if self.arrival is Arrival.LOST:
             listener(False)
         elif self._watch is not None:
             watch = self._watch
@@ -58,8 +67,8 @@ class Receipt(Struct, eq=False):
             watch()
 
     def written(self) -> None:
-        if not self.is_written:
-            self.is_written = True
+        if self.arrival is not Arrival.WRITTEN:
+            self.arrival = Arrival.WRITTEN
             self._watch = None
             # No longer needed, and they may refer to this.
             listeners = self.listeners
@@ -69,9 +78,9 @@ class Receipt(Struct, eq=False):
 
     def lost(self) -> None:
         """Do nothing if the answers are written."""
-        if not self.is_written and not self.is_lost:
+        if self.arrival is Arrival.PENDING:
+            self.arrival = Arrival.LOST
             # A call that continues does not keep its request alive.
-            self.is_lost = True
             self._watch = None
             for listener in self.listeners:
                 listener(False)

@@ -519,7 +519,7 @@ class HttpRequest(ABC):
             self._arrival.look()
             self._arrival.close()
             self._arrival = None
-        if self.receipt is not None and not self.receipt.is_written and self._arrival is None:
+        if self.receipt is not None and self._arrival is None:
             self.receipt.lost()
         self._let_go(cut=self.started and not self._has_ended)
 

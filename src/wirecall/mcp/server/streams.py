@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from wirecall.aio import Signal
 from wirecall.errors import Gone
 from wirecall.limits import Limits
-from wirecall.protocol.receipt import Receipt
+from wirecall.protocol.receipt import Arrival, Receipt
 from wirecall.transports.request import HttpError, HttpRequest
 
 # Seconds; proxies close connections that are silent for longer.
@@ -237,7 +237,8 @@ class Channel:
     @property
     def is_delivering(self) -> bool:
         """Whether the answer is ready, and is being written to a reader that has come back."""
-        return self.finished and self._resuming > 0 and not self.receipt.is_written
+        is_written = self.receipt.arrival is Arrival.WRITTEN
+        return self.finished and self._resuming > 0 and not is_written
 
     async def delivered(self) -> None:
         """Wait until the readers that have come back have received the answer, or have left."""
