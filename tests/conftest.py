@@ -29,6 +29,9 @@ from wirecall.ledger.base import Ledger
 
 # A process in the background of a shell ignores Ctrl-C, and so do the processes that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# `nohup` ignores SIGHUP in the same way.
+if hasattr(signal, "SIGHUP"):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # A busy machine makes an example slow, but not wrong.
 hypothesis.settings.register_profile(
