@@ -19,6 +19,7 @@ from tests.servers import (
     Postgres,
     Redis,
     RedisCluster,
+    ServerMissing,
     Store,
     make_store,
     open_memory,
@@ -87,6 +88,24 @@ def pytest_collection_finish() -> None:
     """Freeze imported objects, so that a test that collects garbage scans only its own objects."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Generator[None, Any, Any]:
+    """Skip a test whose server cannot be installed here: not every Python has a wheel of each."""
+    return (yield from skipping())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, Any, Any]:
+    return (yield from skipping())
+
+
+def skipping() -> Generator[None, Any, Any]:
+    try:
+        return (yield)
+    except ServerMissing as missing:
+        pytest.skip(str(missing))
 
 
 @pytest.fixture(scope="module")

