@@ -172,6 +172,32 @@ def _relative_path(value: str, under: Callable[[str], str]) -> str:
     return under(value)
 
 
+def names_module(text: str) -> bool:
+    """Return whether a string names an app by its module: `acme.shop:app`, `acme.shop`.
+
+    The path of a file ends in .py, and one word alone may be anything.
+    """
+    path, _, name = text.partition(":")
+    if path.endswith(".py") or not all(part.isidentifier() for part in path.split(".")):
+        return False
+    return ("." in path or name.isidentifier()) and not Path(path).is_file()
+
+
+def _relative_app(text: str, under: Callable[[str], str]) -> str:
+    """Return the place of an app. A module is found from the folder of the file, too."""
+    if not names_module(text):
+        return under(text)
+    module, colon, name = text.partition(":")
+    path = module.replace(".", "/")
+    found = under(path)
+    if found == path:
+        return text
+    for each in (f"{found}.py", f"{found}/__init__.py"):
+        if Path(each).is_file():
+            return f"{each}{colon}{name}"
+    return text
+
+
 def _relative_ledger(url: str, under: Callable[[str], str]) -> str:
     """Return the URL of a ledger. Only that of SQLite is a path."""
     if not url.startswith("sqlite:"):
@@ -290,7 +316,7 @@ def _limit_settings() -> "dict[str, Setting]":
 
 
 SETTINGS: dict[str, Setting] = {
-    "server.app": Setting(_Text, "a string", "app.py", relative=_relative_path),
+    "server.app": Setting(_Text, "a string", "app.py", relative=_relative_app),
     "server.http": Setting(_Address, "a host and a port", "127.0.0.1:8420", "127.0.0.1:8420"),
     "server.workers": Setting(_Count, _COUNT, 4, 1),
     "server.server": Setting(
@@ -305,6 +331,7 @@ SETTINGS: dict[str, Setting] = {
     "server.single_user": Setting(bool, "true or false", True),
     "server.stream": Setting(bool | Literal["array"], 'true, false or "array"', True),
     "server.batch_tool": Setting(Literal["queries", "all"], '"queries" or "all"', "queries"),
+    "server.factory": Setting(bool, "true or false", True),
     "ledger.url": Setting(
         _Text,
         "the URL of a ledger",

@@ -8,6 +8,7 @@ code, or None for 0. All errors reach `Verbs.main`, which prints them in three l
 """
 
 import io
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from wirecall.cli.failures import TEXTS, Exit, failure_of, no_such
+from wirecall.cli.failures import TEXTS, TRACEBACK_VARIABLE, Exit, failure_of, no_such
 from wirecall.version import __version__
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class Verbs(click.Group):
         **__: object,
     ) -> NoReturn:
         """Run the whole command: parse, run the verb, print its error, exit."""
-        words = list(sys.argv[1:] if args is None else args)
+        words = _without_traceback(list(sys.argv[1:] if args is None else args))
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 # A terminal without Unicode must not fail the command.
@@ -125,8 +126,27 @@ class Verbs(click.Group):
         sys.exit(code if isinstance(code, int) else Exit.DONE)
 
 
+def _without_traceback(words: list[str]) -> list[str]:
+    """Return the words of a command line without `--traceback`, which every verb takes.
+
+    The variable is for the processes that a verb starts, too.
+    """
+    end = words.index("--") if "--" in words else len(words)
+    if "--traceback" not in words[:end]:
+        return words
+    os.environ[TRACEBACK_VARIABLE] = "1"
+    words.remove("--traceback")
+    return words
+
+
 @click.group("wirecall", cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="wirecall %(version)s")
+@click.option(
+    "--traceback",
+    is_flag=True,
+    expose_value=False,
+    help="Print the traceback of an error, with every verb; or WIRECALL_TRACEBACK=1.",
+)
 def main() -> None:
     """JSON-RPC 2.0 and MCP: many calls in one message, every command takes effect once."""
 

@@ -559,9 +559,9 @@ def _failed(
         # The command line that settles the record, for an operator of its ledger.
         from wirecall.cli.ledger import resolving
 
-        where = wanted.ledger or ""
+        where = [wanted.ledger] if wanted.ledger else []
         if not where and target.kind == "file":
-            where = target.text
+            where = target.words()
         failure.next = resolving(where, _record_of(error, wanted.name, key))
     if key:
         _add_key(failure, key, wanted)

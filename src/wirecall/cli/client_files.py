@@ -76,8 +76,14 @@ class ClientProgram(Struct, frozen=True):
         if target.kind == "file":
             # All paths are absolute: a client starts the server in another folder.
             path = Path(target.text).resolve()
+            words = target.words(str(path))
+            if target.is_module:
+                # Python finds the module there as it does here.
+                path = Path.cwd() / target.text
+                words = target.words()
+                env = {"PYTHONPATH": str(Path.cwd()), **env}
             command = sys.executable
-            args = ["-m", "wirecall", "serve", target.of(str(path)), "--stdio"]
+            args = ["-m", "wirecall", "serve", *words, "--stdio"]
             if path.with_name(FILE).is_file():  # the wirecall.toml beside the app applies there too
                 env = {FILE_VARIABLE: str(path.with_name(FILE)), **env}
         if self.is_typed:

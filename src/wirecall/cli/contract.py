@@ -17,6 +17,7 @@ from wirecall.cli.targets import (
     TargetCommand,
     Way,
     asking,
+    factory_option,
     opened,
     parse,
     target_argument,
@@ -91,6 +92,7 @@ class DiffCommand(TargetCommand):
 @click.command("diff", cls=DiffCommand)
 @click.argument("old", type=parse, metavar="OLD")
 @click.argument("new", type=parse, metavar="NEW")
+@factory_option
 @click.option("--accept", is_flag=True, help="Write the contract of NEW into the lock file OLD.")
 @way_options
 @json_option
@@ -228,7 +230,9 @@ def _sections(contract: Contract) -> str:
 
 
 def _is_lock(target: Target) -> bool:
-    return target.kind == "file" and not target.text.endswith(".py")
+    # A module has the name of its app here: contract.lock could be a module, too.
+    is_app = target.text.endswith(".py") or (target.is_module and bool(target.name))
+    return target.kind == "file" and not is_app
 
 
 async def _read(target: Target, way: Way) -> Contract:

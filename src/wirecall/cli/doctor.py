@@ -22,7 +22,7 @@ from msgspec import Struct, field
 
 from wirecall.app import App
 from wirecall.cli.failures import CliError, Exit, failure_of
-from wirecall.cli.targets import DRIVERS, opened_ledger, parse
+from wirecall.cli.targets import DRIVERS, configured, opened_ledger
 from wirecall.cli.terminal import Printer, count_of, json_option, run
 from wirecall.cli.unit import Unit, read_unit
 from wirecall.config import Config, ConfigError, Problem, Value, check_config
@@ -213,10 +213,11 @@ def check_app(config: Subject) -> Iterator[Finding]:
         upstreams = count_of(len(config.members["upstream"]), "upstream")
         yield Finding("app", "ok", f"a gateway with {upstreams}")
         return
-    if config.get("server.app") is None:
+    named = configured(config)
+    if named is None:
         yield Finding("app", "ok", "wirecall.toml does not name one")
         return
-    app = parse(config.get("server.app")).app()
+    app = named.app()
     names = {*app.registry.methods, *app.registry.tools} - {"rpc.discover"}
     yield Finding("app", "ok", f"{app.name} {app.version}, {len(names)} methods, {app.mode} mode")
     if _is_public(config) and app.mode != "production":
@@ -296,9 +297,9 @@ def listed(names: list[str]) -> str:
 
 def check_ledger(config: Subject) -> Iterator[Finding]:
     url = config.get("gateway.ledger" if config.is_gateway else "ledger.url")
-    app = config.get("server.app")
-    if url is None and app is not None:
-        url = parse(app).app().ledger_url
+    named = configured(config)
+    if url is None and named is not None:
+        url = named.app().ledger_url
     if url is None:
         yield Finding("ledger", "ok", "wirecall.toml does not name one; the app decides")
         return
@@ -424,8 +425,8 @@ def check_auth(config: Subject) -> Iterator[Finding]:
     access = None
     if stated := config.section("auth"):
         access = Access(Jwt(**stated))
-    elif config.get("server.app") is not None:
-        access = parse(config.get("server.app")).app().access
+    elif named := configured(config):
+        access = named.app().access
     if access is None:
         return
     for verifier in access.verifiers:

@@ -1,8 +1,8 @@
 """Errors for people, in three lines: what happened, why, and what to do next.
 
 A verb raises a `CliError`, or lets an error of wirecall pass: `failure_of` translates each of them.
-Nothing else decides exit codes. A traceback is printed only for errors inside wirecall, and only if
-WIRECALL_TRACEBACK is set.
+Nothing else decides exit codes. A traceback is printed only for errors inside wirecall or in the
+user's code, and only with `--traceback` or if WIRECALL_TRACEBACK is set.
 """
 
 import errno
@@ -349,18 +349,25 @@ def _of_answer(error: RpcError) -> CliError:
     return failure
 
 
+def print_traceback(error: BaseException) -> bool:
+    """Print the traceback of an error, if the user asked for it; return whether it was printed."""
+    if os.environ.get(TRACEBACK_VARIABLE, "") in ("", "0"):
+        return False
+    import traceback
+
+    traceback.print_exception(error)
+    return True
+
+
 def _of_fault(error: BaseException) -> CliError:
     """Return an error of the app's start, or one inside wirecall."""
-    if os.environ.get(TRACEBACK_VARIABLE):
-        import traceback
-
-        traceback.print_exception(error)
+    print_traceback(error)
     if isinstance(error, StartFailed):
         what, _, why = str(error).partition(": ")
-        next_step = f"remove the cause, and start again; {TRACEBACK_VARIABLE}=1 shows the traceback"
+        next_step = "remove the cause, and start again; --traceback shows the traceback"
         return CliError(f"{what}.", why, next_step, exit=Exit.FAULT, type="start")
     why = f"{type(error).__name__}: {error}"
-    next_step = f"set {TRACEBACK_VARIABLE}=1, repeat, and report the traceback"
+    next_step = "repeat it with --traceback, and report the traceback"
     return CliError(
         "Something went wrong inside wirecall.", why, next_step, exit=Exit.FAULT, type="fault"
     )

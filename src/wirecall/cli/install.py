@@ -16,9 +16,10 @@ import click
 
 from wirecall.cli.client_files import CLIENTS, EntryFile, plain
 from wirecall.cli.failures import CliError, Interrupted
-from wirecall.cli.targets import Target, TargetCommand, optional_target_argument
+from wirecall.cli.targets import Target, TargetCommand, configured, optional_target_argument
 from wirecall.cli.terminal import Printer, ask, json_option
 from wirecall.cli.wrapping import Wrapping
+from wirecall.config import load_config
 from wirecall.protocol.messages import JsonObject
 
 
@@ -93,6 +94,8 @@ def install_command(
     # Undo needs no entry: the variables and the command line of the server may have changed since.
     is_removal = undo and not only_print
     entry: JsonObject = {}
+    if target is None and not (is_removal and name):
+        target = configured(load_config())
     if target is not None:
         if target.kind == "url":
             target = Target("url", target.address("/mcp", keep_root=False))
@@ -101,7 +104,9 @@ def install_command(
             entry = program.entry(target, variables)
     elif not name or not is_removal:
         raise CliError(
-            "Which server?", "no target was given", "name a file, an address, or -- a command"
+            "Which server?",
+            "neither the command line nor wirecall.toml names one",
+            "name a file, an address, or -- a command",
         )
 
     # 2. The change.

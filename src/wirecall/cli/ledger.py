@@ -21,7 +21,19 @@ from msgspec import Struct
 
 from wirecall.app import App
 from wirecall.cli.failures import CliError, Exit, Interrupted
-from wirecall.cli.targets import DRIVERS, app_of, moment, opened_ledger, parse, reaching
+from wirecall.cli.targets import (
+    DRIVERS,
+    F,
+    Target,
+    app_of,
+    configured,
+    factory_option,
+    is_target,
+    moment,
+    opened_ledger,
+    parse,
+    reaching,
+)
 from wirecall.cli.terminal import Printer, Spinner, ask, count_of, json_option, progress, run
 from wirecall.config import load_config
 from wirecall.errors import UsageError, nearest
@@ -60,11 +72,11 @@ class Found(Struct, frozen=True):
     # The file, the variable or the command line that names it.
     origin: str
     # The app, if it is known: loaded, or as a target.
-    app: App | str | None = None
+    app: App | Target | None = None
 
     def method(self, name: str) -> Method | None:
         """Return the method of a record. The record of a tool has the method `tools/call:NAME`."""
-        app = parse(self.app).app() if isinstance(self.app, str) else self.app
+        app = self.app.app() if isinstance(self.app, Target) else self.app
         if app is None:
             return None
         tool = name.removeprefix("tools/call:")
@@ -84,14 +96,15 @@ def found(text: str | None) -> Found:
 
     Without a name, it is that of wirecall.toml, or of the app that wirecall.toml names.
     """
-    named = text
     if text is None:
         config = load_config()
         url = config.values["ledger.url"]
-        named = config.get("server.app")
+        named = configured(config)
         if url.value is not None:
             return Found(url.value, url.origin, named)
-    elif not text.partition(":")[0].endswith(".py"):
+    elif is_app(text):
+        named = parse(text)
+    else:
         if Path(text).is_file():
             raise CliError(
                 f"{text!r} is not a ledger.", "it is the path of a file", f"sqlite:{text}"
@@ -108,11 +121,17 @@ def found(text: str | None) -> Found:
         raise CliError(
             "Which ledger?", "neither the command line nor wirecall.toml names one", next_step
         )
-    app = app_of(parse(named))
+    app = app_of(named)
     assert app is not None  # it is a file
     stated = load_config().values["ledger.url"]
-    origin = named if stated.value is None else stated.origin
+    origin = named.of(named.text) if stated.value is None else stated.origin
     return Found(app.ledger_url, origin, app)
+
+
+def is_app(word: str) -> bool:
+    """Return whether a word names an app, and not a ledger: `sqlite:PATH` has the form of both."""
+    scheme = word.partition(":")[0]
+    return is_target(word) and scheme not in (*DRIVERS, "sqlite", "memory", "http", "https")
 
 
 def _check_durable(where: Found) -> None:
@@ -145,8 +164,15 @@ def _with(where: Found, work: Callable[[Ledger], Awaitable[T]], *, writes: bool 
 
 # --- the ledger -----------------------------------------------------------------------------------
 
-_WHERE = click.argument("target", required=False, metavar="[TARGET]")
-_WORDS = click.argument("words", nargs=-1, metavar="[TARGET] METHOD KEY")
+
+def _ledger_argument(verb: F) -> F:
+    return factory_option(click.argument("target", required=False, metavar="[TARGET]")(verb))
+
+
+def _record_argument(verb: F) -> F:
+    return factory_option(click.argument("words", nargs=-1, metavar="[TARGET] METHOD KEY")(verb))
+
+
 _CALLER = click.option("--caller", default="", help="Caller of the command. [default: anonymous]")
 
 
@@ -161,7 +187,7 @@ def ledger_command() -> None:
 
 
 @ledger_command.command("list")
-@_WHERE
+@_ledger_argument
 @click.option(
     "--state",
     type=click.Choice([state.value for state in State]),
@@ -239,7 +265,7 @@ def list_records(
         out.note(f"There are more: --after {cursor}")
     unknown = [record for record, _ in page if record.standing is State.UNKNOWN]
     if unknown:
-        next_step = resolving(target or "", unknown[0].id)
+        next_step = resolving([target] if target else [], unknown[0].id)
         out.note(f"To resolve the first that is unknown, {next_step}", "unknown")
 
 
@@ -297,7 +323,7 @@ def _table_of(page: list[_Row], tasks: bool) -> tuple[list[str], list[Sequence[s
 
 
 @ledger_command.command("show")
-@_WORDS
+@_record_argument
 @_CALLER
 @json_option
 def show_record(words: tuple[str, ...], caller: str, out: Printer) -> None:
@@ -340,7 +366,7 @@ def _shown(value: object) -> str:
 
 
 @ledger_command.command("stats")
-@_WHERE
+@_ledger_argument
 @json_option
 def count_records(target: str | None, out: Printer) -> None:
     """Count the records in each state."""
@@ -362,7 +388,7 @@ def count_records(target: str | None, out: Printer) -> None:
 
 
 @ledger_command.command("migrate", short_help="Bring the tables up to date.")
-@_WHERE
+@_ledger_argument
 @click.option(
     "--check", is_flag=True, help="Change nothing. Exit code 9 if there is something to migrate."
 )
@@ -415,7 +441,7 @@ def _show_schema(schema: Schema, check: bool, dry_run: bool, out: Printer) -> Ex
 
 
 @ledger_command.command("sweep", short_help="Do the housekeeping that is due.")
-@_WHERE
+@_ledger_argument
 @json_option
 def sweep_records(target: str | None, out: Printer) -> None:
     """Do the housekeeping that is due.
@@ -437,7 +463,7 @@ def sweep_records(target: str | None, out: Printer) -> None:
 
 
 @ledger_command.command("resolve", short_help="Resolve a command whose outcome is unknown.")
-@_WORDS
+@_record_argument
 @_CALLER
 @click.option(
     "--done", is_flag=True, help="It took effect: retries get --result, which must be given."
@@ -506,9 +532,9 @@ def resolve_record(
     out.result({**msgspec.structs.asdict(id), "state": state}, escaped(f"{id} {text}"))
 
 
-def resolving(target: str, id: RecordId) -> str:
+def resolving(target: Sequence[str], id: RecordId) -> str:
     """Return the lines that resolve a record, for a shell."""
-    words = ["wirecall", "ledger", "resolve", *filter(None, [target])]
+    words = ["wirecall", "ledger", "resolve", *target]
     if id.caller:
         words.append(f"--caller={id.caller}")  # one word, since a name may begin with a dash
     names = [id.method, id.key]
@@ -664,9 +690,9 @@ def _in_short(params: bytes | None) -> str:
 def _named(words: tuple[str, ...], caller: str) -> tuple[Found, RecordId]:
     """Return the ledger and the record that the words name."""
     scheme = words[0].partition(":")[0] if words else ""
-    is_target = scheme in (*DRIVERS, "sqlite") or scheme.endswith(".py")
-    if len(words) not in (2 + is_target, 3):
-        why = f"expected a method and a key, got {' '.join(words[is_target:]) or 'none'}"
+    has_target = scheme in (*DRIVERS, "sqlite") or (bool(words) and is_app(words[0]))
+    if len(words) not in (2 + has_target, 3):
+        why = f"expected a method and a key, got {' '.join(words[has_target:]) or 'none'}"
         raise CliError("Which record?", why, "[TARGET] METHOD KEY, such as: charge order-7")
     *target, method, key = words
     return found(target[0] if target else None), RecordId(caller, method, key)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from wirecall.cli.failures import CliError, Exit
-from wirecall.cli.targets import Protocol, Target, Way, as_option, target_argument
+from wirecall.cli.targets import Protocol, Target, Way, address_argument, as_option
 from wirecall.cli.terminal import Printer, count_of, json_option, run, stated
 from wirecall.errors import NotAuthorized
 from wirecall.logs import escaped
@@ -29,7 +29,7 @@ def _address(target: Target, protocol: Protocol | None) -> str:
 
 
 @click.command("login")
-@target_argument
+@address_argument
 @as_option
 @click.option(
     "--scope",
@@ -152,7 +152,7 @@ def _secret(path: str) -> str:
 
 
 @click.command("logout")
-@target_argument
+@address_argument
 @as_option
 @json_option
 def logout_command(target: Target, protocol: Protocol | None, out: Printer) -> None:

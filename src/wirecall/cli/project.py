@@ -26,6 +26,7 @@ from wirecall.config import (
     check_config,
     is_reference,
     load_config,
+    names_module,
     variable,
 )
 from wirecall.ledger.base import without_password
@@ -103,7 +104,9 @@ def check_file(file: str | None, out: Printer) -> Exit | None:
     # A missing app would stop the server at its start; report it now.
     app = config.values["server.app"]
     path = Path(str(app.value).partition(":")[0])
-    if app.value is not None and not path.is_file():
+    # A module may be installed, so only its import would show whether it is there.
+    is_file = app.value is not None and not names_module(app.value)
+    if is_file and not path.is_file():
         what = f"server.app: there is no file {path}"
         fix = "name the Python file with the app"
         problems.append(Problem(app.origin, what, fix, _line_of(app)))

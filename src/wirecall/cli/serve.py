@@ -27,11 +27,11 @@ from wirecall.cli.targets import (
     Target,
     check_ledger,
     check_tables,
+    configured,
     duration,
     flags_of,
     ledger_option,
     optional_target_argument,
-    parse,
 )
 from wirecall.config import SETTINGS, Config, load_config
 from wirecall.errors import UsageError
@@ -348,13 +348,13 @@ def check_trail(text: str) -> None:
 
 def named(target: Target | None, config: Config) -> Target:
     """Return the target of the command line, or the one that wirecall.toml names."""
-    app = config.get("server.app")
-    if target is None and app is None:
+    target = target or configured(config)
+    if target is None:
         next_step = "name its file: app.py; or write [server] app = ... into wirecall.toml"
         raise CliError(
             "Which app?", "neither the command line nor wirecall.toml names one", next_step
         )
-    return target or parse(app)
+    return target
 
 
 class _Readable(logging.Formatter):
@@ -422,8 +422,8 @@ def dev_command(
 ) -> int:
     """Serve the app in TARGET with a log line per call, and restart when a file changes.
 
-    It watches the Python files beside the app. It warns about plain functions that block the event
-    loop for more than 100 ms.
+    It watches the Python files beside the app, or in the current folder if TARGET is a module.
+    It warns about plain functions that block the event loop for more than 100 ms.
 
     \b
     wirecall dev shop.py
@@ -431,16 +431,16 @@ def dev_command(
     config = load_config(flags=flags_of(ledger))
     target = named(target, config)
     ledger = ledger or config.get("ledger.url")
-    if target.kind != "file" or not Path(target.text).is_file():
+    if target.kind != "file" or not (target.is_module or Path(target.text).is_file()):
         target.app()  # raises the error that explains the target
-    words = [sys.executable, "-m", "wirecall", "serve", target.of(target.text)]
+    words = [sys.executable, "-m", "wirecall", "serve", *target.words()]
     words += ["--dev", "--log", "text"]
     words += ["--http", http or config.get("server.http"), f"--grace={RESTART:g}s"]
     if ledger:
         words += ["--ledger", ledger]
     if batch_tool:
         words += ["--batch-tool", batch_tool]
-    folder = str(Path(target.text).resolve().parent)
+    folder = _watched(target)
     child: subprocess.Popen[bytes] | None = None
     is_stopping = False
 
@@ -500,6 +500,13 @@ def dev_command(
     finally:
         end()
     return Exit.DONE
+
+
+def _watched(target: Target) -> str:
+    """Return the folder whose files are watched."""
+    if target.is_module:
+        return str(Path.cwd())
+    return str(Path(target.text).resolve().parent)
 
 
 def _python_files(folder: str) -> Iterator[tuple[str, int]]:

@@ -75,7 +75,7 @@ async def served(
         url = ledger or ""
         if not url:
             url, about = _own_ledger(app, over, folder)
-        words = [target.of(target.text), "--ledger", url]
+        words = [*target.words(), "--ledger", url]
         # The trail of a project must not have the calls of a bench.
         audit = f"file:{folder}/audit.jsonl" if load_config(flags=flags_of(url)).audit else None
         if audit is not None:

@@ -1,14 +1,16 @@
 """The server of a verb, its ledger, and the connection to it. One grammar for all verbs:
 
     shop.py, shop.py:app     an app in a Python file, in this process
+    acme.shop:app            an app in a module, as Python imports it; with --factory the name is
+                             that of a function that makes the app
     http://…, https://…      a server's address; without a path it is a wirecall server:
                              /rpc, or /mcp with --as mcp
     -- command …             a server on the stdin and stdout of a process;
                              all words after `--` are its command line
 
 1. Verbs are made with `cls=TargetCommand` and take the target first, by `target_argument`.
-   Everything that the user's file prints goes to stderr: stdout belongs to the verb. `app_of` is
-   the app as `wirecall serve` would serve it here.
+   Without one, it is the app that wirecall.toml names. `app_of` is the app as `wirecall serve`
+   would serve it here.
 2. The ledger of an app: its option, its driver, and errors that say what is wrong with its store.
 3. `way_options` are the options of all verbs that call a server, and `opened` is a client of it.
    Verbs speak plain JSON-RPC to files and addresses, and MCP to addresses that end in /mcp and to
@@ -26,10 +28,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, redirect_stdout, suppress
 from datetime import UTC, datetime
 from functools import wraps
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import click
@@ -37,8 +38,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from wirecall.app import App
+from wirecall.cli.apps import load_app, no_file
 from wirecall.cli.failures import CliError, Exit, NotReached, Unreachable, failure_of
-from wirecall.config import load_config, seconds_of
+from wirecall.config import Config, load_config, names_module, seconds_of
 from wirecall.errors import (
     BadAnswer,
     CallFailed,
@@ -47,7 +49,6 @@ from wirecall.errors import (
     TimedOut,
     UsageError,
     extra_fix,
-    nearest,
 )
 from wirecall.files import login_folder
 from wirecall.ledger.base import (
@@ -68,6 +69,10 @@ if TYPE_CHECKING:
 
 # Represents the words after `--`; no argument of a program can contain a null character.
 _COMMAND = "\0command"
+# Whether `--factory` was given, in the context of a verb.
+_FACTORY = "wirecall.factory"
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Target(Struct, frozen=True):
@@ -81,40 +86,22 @@ class Target(Struct, frozen=True):
     # The words of a command.
     command: tuple[str, ...] = ()
 
+    # The text is the name of a module, and not a path.
+    is_module: bool = False
+    # The name is that of a function that makes the app.
+    is_factory: bool = False
+
     def app(self) -> App:
-        """Load the app that the file defines, for verbs that need one."""
+        """Load the app of the file or module, for verbs that need one."""
         if self.kind != "file":
             raise CliError(
                 f"{self.text} is not a file.",
                 "this verb needs an app in a Python file",
                 "name one: app.py",
             )
-        path = self.text
-        name = self.name
-        if not Path(path).is_file():
-            raise _no_file(path, name)
-        module = _load(path)
-        apps = {key: value for key, value in vars(module).items() if isinstance(value, App)}
-        if name in apps:
-            return apps[name]
-        first = next(iter(apps), "")
-        if name:
-            found = getattr(module, name, None)
-            why = "there is no such name in the file"
-            if found is not None:
-                why = f"it is of type {type(found).__name__}"
-            next_step = "name a wirecall.App defined in that file"
-            if apps:
-                next_step = f"name {path}:{first}"
-            raise CliError(f"{path}:{name} is not an app.", why, next_step, type="target")
-        if not apps:
-            why = "no wirecall.App is defined at its top level"
-            next_step = 'add: app = App("name")'
-            raise CliError(f"{path} has no app.", why, next_step, type="target")
-        if len(apps) > 1:
-            why = f"{path} has {len(apps)} apps: {', '.join(apps)}"
-            raise CliError("Which app?", why, f"name one: {path}:{first}", type="target")
-        return apps[first]
+        if not self.is_module and not Path(self.text).is_file():
+            raise no_file(self.text, self.name)
+        return load_app(self.text, self.name, is_module=self.is_module, is_factory=self.is_factory)
 
     def address(self, path: str, *, keep_root: bool = True) -> str:
         """Return the URL of an endpoint.
@@ -135,16 +122,26 @@ class Target(Struct, frozen=True):
             return f"{path}:{self.name}"
         return path
 
+    def words(self, path: str | None = None) -> list[str]:
+        """Return the target as words of a command line, with another path to its file."""
+        words = [self.of(self.text if path is None else path)]
+        if self.is_factory:
+            words.append("--factory")
+        return words
+
     def line(self, verb: str, *words: str) -> str:
         """Return the command line of another verb on this target, for people."""
-        parts = [verb, self.of(self.text), *words]
+        parts = [verb, *self.words(), *words]
         if self.kind == "command":
             parts = [verb, *words, "--", self.text]
         return " ".join(["wirecall", *filter(None, parts)])
 
 
 class TargetCommand(click.Command):
-    """A command whose target may be the words after `--`: its first argument, unless `is_last`."""
+    """A command whose target may be the words after `--`: its first argument, unless `is_last`.
+
+    Without a target, it is the app that wirecall.toml names.
+    """
 
     is_last = False
 
@@ -154,13 +151,33 @@ class TargetCommand(click.Command):
             ctx.meta[_COMMAND] = tuple(args[at + 1 :])
             args = args[:at]
             args.insert(at if self.is_last else 0, _COMMAND)
+        elif not self._has_target(ctx, args) and (named := configured(load_config())):
+            if named.is_factory:
+                args = [*args, "--factory"]
+            args.insert(len(args) if self.is_last else 0, named.of(named.text))
         return super().parse_args(ctx, args)
+
+    def _has_target(self, ctx: click.Context, args: list[str]) -> bool:
+        """Return whether the arguments have a target, or cannot have one."""
+        if ctx.resilient_parsing or {"-h", "--help"} & set(args):
+            return True
+        places = [each for each in self.params if isinstance(each, click.Argument)]
+        place = places[-1 if self.is_last else 0]
+        if place.type.name != parse.__name__ or not place.required:
+            return True
+        given, _, _ = self.make_parser(ctx).parse_args(list(args))
+        word = given.get(place.name or "")
+        return isinstance(word, str) and (self.is_last or is_target(word))
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("TARGET"):
             formatter.write_dl(
                 [
                     ("shop.py, shop.py:app", "an app in a Python file"),
+                    (
+                        "acme.shop:app",
+                        "an app in a module; with --factory a function that makes it",
+                    ),
                     ("http://127.0.0.1:8420", "a server; without a path it is a wirecall server"),
                     ("-- COMMAND ...", "the command line of a server on stdio"),
                 ]
@@ -218,98 +235,62 @@ def parse(text: str) -> Target:
             "http://..., or a file: app.py",
         )
 
-    # 3. A file.
+    # 3. A module or a file.
     path, _, name = text.partition(":")
-    return Target("file", path, name)
+    ctx = click.get_current_context(silent=True)
+    return Target(
+        "file",
+        path,
+        name,
+        is_module=names_module(text),
+        is_factory=ctx is not None and bool(ctx.meta.get(_FACTORY)),
+    )
 
 
-# The first argument of a verb, required or not.
-target_argument = click.argument("target", type=parse, metavar="TARGET")
-optional_target_argument = click.argument("target", type=parse, required=False, metavar="[TARGET]")
+def is_target(word: str) -> bool:
+    """Return whether a word is a target, and not the name of a method or the like."""
+    path, colon, _ = word.partition(":")
+    if word == _COMMAND or word.lower().startswith(("http://", "https://")):
+        return True
+    return path.endswith(".py") or (bool(colon) and names_module(word))
 
 
-# --- files ----------------------------------------------------------------------------------------
-
-_GIVE = "give the path of a Python file"
-
-
-def _no_file(path: str, name: str) -> CliError:
-    if Path(path).exists():
-        what = f"{path} is not a file."
-        if Path(path).is_dir():
-            what = f"{path} is a folder."
-        return CliError(what, "an app is in a Python file", f"{_GIVE}: app.py", type="target")
-    what = f"There is no file {path}."
-    if name.partition("/")[0].isdecimal():
-        return CliError(
-            what, f"{path}:{name} looks like an address", f"http://{path}:{name}", type="target"
-        )
-    folder = Path(path).parent
-    beside = []
-    if folder.is_dir():
-        beside = [str(folder / each.name) for each in folder.glob("*.py")]
-    near = nearest(str(Path(path)), beside)
-    why = f"looked in {Path.cwd()}"
-    if near:
-        why = f"the nearest is {near}"
-    return CliError(what, why, f"{_GIVE}: {near or 'app.py'}", type="target")
+def configured(config: Config) -> Target | None:
+    """Return the app that wirecall.toml names."""
+    named = config.get("server.app")
+    if named is None:
+        return None
+    return replace(parse(named), is_factory=bool(config.get("server.factory")))
 
 
-def _load(path: str) -> ModuleType:
-    """Run the user's file as a module; an error in it names the line of that file."""
-    spec = spec_from_file_location(Path(path).stem, path)
-    if spec is None or spec.loader is None:
-        raise CliError(
-            f"{path} is not a Python file.", "its name does not end in .py", _GIVE, type="target"
-        )
-    module = module_from_spec(spec)
-    # As `python FILE` would: the file's neighbours can be imported, and pickling finds the module
-    # by its name.
-    sys.modules[spec.name] = module
-    sys.path.insert(0, str(Path(path).resolve().parent))
-    try:
-        with redirect_stdout(sys.stderr):
-            spec.loader.exec_module(module)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise _not_loaded(path, error) from error
-    return module
+def _keep_factory(ctx: click.Context, _option: click.Parameter, is_factory: bool) -> None:
+    ctx.meta[_FACTORY] = is_factory
 
 
-def _not_loaded(path: str, error: BaseException) -> CliError:
-    """Return the error of a file that cannot be loaded."""
-    line = _line_in(path, error)
-    why = f"{type(error).__name__}: {error}"
-    next_step = "correct the file and try again"
-    if isinstance(error, SyntaxError):
-        line = error.lineno
-        why = error.msg
-        if "codec" not in error.msg:
-            why = f"{error.msg}\n{(error.text or '').strip()}".strip()
-    elif isinstance(error, ModuleNotFoundError) and error.name:
-        package = error.name.partition(".")[0]
-        next_step = f"install {package} for {sys.executable}, or correct the import"
-    elif isinstance(error, PermissionError):
-        next_step = "let this user read it"
-    elif isinstance(error, SystemExit):
-        next_step = 'put the code that ends the program under: if __name__ == "__main__":'
-    elif isinstance(error, UsageError):
-        next_step = "correct it as the text says"
-    if line:
-        why = f"line {line}: {why}"
-    return CliError(f"{path} cannot be loaded.", why, next_step, type="target")
+# Eager: the target is read after it.
+factory_option = click.option(
+    "--factory",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_keep_factory,
+    help="The name in TARGET is that of a function that makes the app.",
+)
 
 
-def _line_in(path: str, error: BaseException) -> int | None:
-    """Return the last line of a file in the traceback of an error."""
-    line = None
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename in (path, str(Path(path).resolve())):
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    return line
+def target_argument(verb: F) -> F:
+    """The first argument of a verb, as the parameter `target`."""
+    return factory_option(click.argument("target", type=parse, metavar="TARGET")(verb))
+
+
+# The server of a verb that has nothing to do with apps.
+address_argument = click.argument("target", type=parse, metavar="TARGET")
+
+
+def optional_target_argument(verb: F) -> F:
+    """The same for a verb that can work without one."""
+    add = click.argument("target", type=parse, required=False, metavar="[TARGET]")
+    return factory_option(add(verb))
 
 
 # --- the app as it is served here -----------------------------------------------------------------

@@ -211,6 +211,7 @@ def _flags(value: str, path: Path, problems: list[Problem]) -> dict[str, object]
     target = context.params.get("target")
     if target is not None:
         given["server.app"] = target.of(target.text)
+        given["server.factory"] = target.is_factory
     return {
         place: list(each) if isinstance(each, tuple) else each
         for place, each in given.items()
