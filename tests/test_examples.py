@@ -12,7 +12,7 @@ import pytest
 from tests.mcp.asgi import Exchange
 from tests.servers import Postgres
 from wirecall import RpcError, connect, jsonrpc
-from wirecall.errors import KeyConflict
+from wirecall.errors import KeyConflict, KeyRequired
 from wirecall.gateway.settings import load_settings
 
 ROOT = Path(__file__).parents[1]
@@ -42,6 +42,8 @@ def test_examples_have_a_test_each() -> None:
         "render",
         "pools",
         "fastapi_mount",
+        "commerce",
+        "reports",
         "everything",
     }  # the last by tests/mcp/conformance.py
     assert {path.stem for path in EXAMPLES.glob("*.py")} == tested
@@ -182,3 +184,34 @@ async def test_fastapi_mount() -> None:
             web, "POST", local, jsonrpc.make_request("price", {"sku": "tea"}, 1), path="/shop/rpc"
         )
         assert await asked.json() == {"jsonrpc": "2.0", "result": 450, "id": 1}
+
+
+async def test_commerce_takes_the_key_from_meta() -> None:
+    module = runpy.run_path(str(EXAMPLES / "commerce.py"))
+    lines = [{"sku": "tea", "count": 2}]
+    keyed = {"lines": lines, "meta": {"idempotency-key": "checkout-1"}}
+    async with asyncio.timeout(60), connect(module["app"], protocol="mcp") as client:
+        assert (await client.call_tool("quote", {"lines": lines})).structured == 900
+        first = await client.call_tool("complete_checkout", keyed, key=False)
+        again = await client.call_tool("complete_checkout", keyed, key=False)
+        assert first.structured == again.structured == {"order": "order-1", "cents": 900}
+        with pytest.raises(KeyRequired):
+            await client.call_tool("complete_checkout", {"lines": lines}, key=False)
+    assert module["orders"] == ["order-1"]
+
+
+async def test_reports_are_tasks_beside_a_page() -> None:
+    module = runpy.run_path(str(EXAMPLES / "reports.py"))
+    web = module["web"]
+    local = {"host": "localhost", "content-type": "application/json"}
+    async with asyncio.timeout(60), web.router.lifespan_context(web):
+        async with connect(module["app"], protocol="mcp") as client:
+            task = await client.start_tool("report", {"year": 2026})
+            assert task.id is not None
+            assert (await task.result()).structured == {"year": 2026, "total": 26 * 78}
+        page = Exchange(web, "GET", local, path="/")
+        assert "<li>2026: 2028</li>" in (await page.read()).decode()
+        asked = Exchange(
+            web, "POST", local, jsonrpc.make_request("rpc.discover", {}, 1), path="/rpc"
+        )
+        assert (await asked.json())["result"]["info"]["title"] == "reports"

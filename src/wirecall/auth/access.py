@@ -361,6 +361,23 @@ class Access:
             return [("www-authenticate", "Bearer")]
         return [("www-authenticate", f"Bearer {parameters}")]
 
+    def below(self, root: str, headers: Sequence[tuple[str, str]]) -> Sequence[tuple[str, str]]:
+        """Return the headers of a refusal by an app that another application has mounted at `root`.
+
+        Only paths below it reach this app, so the challenge names the metadata there. A client
+        reads the address from the challenge (RFC 9728, section 5.1).
+        """
+        if self._metadata_url is None or self.resource is None:
+            return headers
+        parts = urlsplit(self.resource)
+        if not parts.path.startswith(f"{root}/"):
+            return headers
+        moved = f"{parts.scheme}://{parts.netloc}{root}{self._metadata_path}"
+        named = f'resource_metadata="{self._metadata_url}"'
+        return [
+            (name, value.replace(named, f'resource_metadata="{moved}"')) for name, value in headers
+        ]
+
     def endpoints(self, declared: Callable[[], Iterable[str]]) -> dict[str, Endpoint]:
         """Return the endpoints of the metadata (RFC 9728).
 

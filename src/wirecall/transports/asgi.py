@@ -45,6 +45,7 @@ class AsgiRequest(HttpRequest):
         root: str = scope.get("root_path") or ""
         if root and path.startswith(root):
             path = path[len(root) :]
+            self.root = root
         # uvicorn shows a target in absolute form unchanged; granian omits its authority.
         if not path.startswith("/") and "://" in path:
             self.authority, slash, path = path.partition("://")[2].partition("/")

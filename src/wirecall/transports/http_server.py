@@ -28,7 +28,7 @@ from wirecall.transports.guard import Guard
 from wirecall.transports.headers import Headers
 from wirecall.transports.health import PROBES
 from wirecall.transports.refusals import REPORTED, Refusals
-from wirecall.transports.request import Endpoint, HttpError, HttpRequest
+from wirecall.transports.request import Endpoint, HttpError, HttpRequest, Pairs
 from wirecall.transports.rsgi import RsgiRequest, RsgiScope, RsgiSocket
 from wirecall.transports.websocket import SocketEndpoint
 
@@ -55,6 +55,10 @@ class Gate(Protocol):
 
     def identify(self, headers: Headers) -> "Coroutine[Any, Any, tuple[Identity, str]]":
         """Return the same for any token, or raise HttpError."""
+        ...
+
+    def below(self, root: str, headers: Pairs) -> Pairs:
+        """Return the headers of a refusal by an app that is mounted at `root`."""
         ...
 
 
@@ -175,6 +179,8 @@ class HttpServer:
         except HttpError as refusal:
             if refusal.status in REPORTED:
                 self._refusals.note(request, refusal)
+            if request.root and self._access is not None:
+                refusal.headers = self._access.below(request.root, refusal.headers)
             await request.refuse(refusal)
         except Gone:
             pass
@@ -200,6 +206,9 @@ class HttpServer:
     def _admit(self, request: HttpRequest) -> Endpoint:
         """Return the endpoint of a request that is acceptable, or raise HttpError."""
         headers = request.headers
+        # An application may mount this one a second time, at the well-known path of its host.
+        if request.root and request.root + request.path in self._open:
+            request.path = request.root + request.path
         path = request.path
         guard = self._guard
         # Step 1: the header is not too long (431), has no field twice that decides something (400),

@@ -109,6 +109,8 @@ class HttpRequest(ABC):
 
     method: str
     path: str
+    # The path at which another application has mounted this one.
+    root = ""
     # The host and port of a target in absolute form.
     authority: str | None
     headers: Headers
