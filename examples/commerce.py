@@ -3,7 +3,7 @@
     wirecall serve examples/commerce.py
 
 Such a protocol puts the key into `meta["idempotency-key"]` of a tool's arguments. `key_at` names
-that place, so a checkout that is sent twice takes effect once, whoever sends it.
+that place, so a checkout that is sent twice takes effect once.
 """
 
 from typing import TypedDict

@@ -179,9 +179,7 @@ class HttpServer:
         except HttpError as refusal:
             if refusal.status in REPORTED:
                 self._refusals.note(request, refusal)
-            if request.root and self._access is not None:
-                refusal.headers = self._access.below(request.root, refusal.headers)
-            await request.refuse(refusal)
+            await self._refuse(request, refusal)
         except Gone:
             pass
         except Exception as error:
@@ -196,6 +194,12 @@ class HttpServer:
                 with suppress(ValueError):
                     CURRENT.reset(ids)
             self._release(request)
+
+    async def _refuse(self, request: HttpRequest, refusal: HttpError) -> None:
+        """Send a refusal; its challenge names metadata that the client reaches."""
+        if request.root and self._access is not None:
+            refusal.headers = self._access.below(request.root, refusal.headers)
+        await request.refuse(refusal)
 
     def _note_connection(self, request: HttpRequest) -> None:
         """Note that a request has arrived on a connection, perhaps after a watched answer."""
