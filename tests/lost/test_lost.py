@@ -152,7 +152,8 @@ async def test_arrivals_see_a_client_that_left_with_bytes_behind_its_call(
 ) -> None:
     """While the handler runs, on every transport.
 
-    Servers that read ahead do not see the connection end.
+    Servers that read ahead do not see the connection end. uvicorn closes it when it reads bytes
+    that are no request. Then the call that came before them is not served.
     """
     stand = make_stand(Plan(server, "memory"), store, tmp_path, log)
     watched = [
@@ -162,7 +163,8 @@ async def test_arrivals_see_a_client_that_left_with_bytes_behind_its_call(
         mode="unknown", moment="acted", is_overlapping=True, delay=0.001, behind=BEHIND[0]
     )
     for story in await live(stand, {way: [*watched, overlapping] for way in WAYS}):
-        assert story.answer is not None and story.answer.is_replayed, story
+        is_served = server != "uvicorn" or story.trial.behind != b"x"
+        assert story.answer is not None and story.answer.is_replayed in (True, is_served), story
         assert (story.cuts, len(story.effects), story.unseen) == (1, 1, 0), story
 
 

@@ -5,7 +5,17 @@ from typing import Any
 import pytest
 
 from tests.calls import make_app
-from tests.mcp.asgi import KEY, R2, R4, HttpClient, over_http, over_stdio, request
+from tests.mcp.asgi import (
+    EVERY_WAY,
+    KEY,
+    R2,
+    R4,
+    HttpClient,
+    over_http,
+    over_stdio,
+    request,
+    speak,
+)
 from tests.mcp.batches import shop
 from wirecall import App
 from wirecall.auth import Identity, Tokens, digest
@@ -187,3 +197,28 @@ async def test_tool_with_scopes_by_argument_takes_no_references() -> None:
             call(2, "secret", refs={"/arguments/order": take(1, "/structuredContent/orders/1/id")}),
         )
     assert answers[1]["error"]["data"]["type"] == "reference_invalid"
+
+
+@pytest.mark.parametrize(("transport", "revision"), EVERY_WAY)
+@pytest.mark.parametrize("allowed", [True, False])
+async def test_reference_outside_of_an_array_is_refused(
+    transport: str, revision: str, allowed: bool
+) -> None:
+    """R1, R14: a plain tool, a command and a request that is no call; nothing runs."""
+    app = make_app(references=allowed)
+    done = shop(app)
+    refs = {REFS: {"/arguments/order": take(1, "")}}
+    order = {"order": 7, "cents": 5}
+    requests = [
+        ("tools/call", {"name": "receipt", "arguments": {"order": 7}}, refs),
+        ("tools/call", {"name": "charge", "arguments": order}, refs),
+        ("tools/call", {"name": "charge", "arguments": order}, {AFTER: [1]}),
+        ("tools/list", {}, {AFTER: []}),
+    ]
+    async with speak(transport, app, revision) as client:
+        for method, params, meta in requests:
+            answer = await client.call(method, params, meta=meta)
+            error = answer["error"]
+            assert (error["code"], error["data"]["type"]) == (-32600, "references_off")
+            assert "array" in error["message"] and error["data"]["ran"] == "no"
+    assert done == []

@@ -93,6 +93,9 @@ def tool(name: str, id: Any = 1, meta: Any = None, **arguments: Any) -> Any:
     return request("tools/call", params, id)
 
 
+ping = request("ping", id=9)
+
+
 def by_id(answers: list[Any]) -> dict[Any, Any]:
     """The order is free, so tests must not depend on it."""
     found = {json.dumps(answer.get("id")): answer for answer in answers}
@@ -551,6 +554,72 @@ async def test_array_answers_do_not_wait_for_the_slowest_once_the_stream_is_open
         assert [message.get("id") for message in first] == [None, 2]
         shop.gate.set()
         assert [message["id"] for message in await answered.messages()] == [1]
+
+
+async def test_array_answers_that_are_ready_before_the_stream_do_not_wait_for_the_slowest() -> None:
+    shop = Shop()
+    async with over_http(shop.app, R2) as client:
+        answered = await client.post(
+            [tool("wait", 1), tool("look", 2), tool("steps", 3, {"progressToken": 5}, count=1)]
+        ).started()
+        first = [await answered.message() for _ in range(3)]
+        assert [message.get("id") for message in first] == [None, 2, 3]
+        shop.gate.set()
+        assert [message["id"] for message in await answered.messages()] == [1]
+
+
+EVENTS_FIRST = {"accept": "text/event-stream, application/json;q=0.5"}
+
+
+def preferring(client: HttpClient, batch: Any) -> Any:
+    """Send an array of a client that prefers events."""
+    return client.post(batch, {**client.headers(batch), **EVENTS_FIRST})
+
+
+async def test_array_is_a_stream_for_a_client_that_prefers_events() -> None:
+    """One message per event, each when it is ready."""
+    shop = Shop()
+    async with over_http(shop.app, R2) as client:
+        batch = [tool("wait", 1), tool("look", 2), tool("buy", 3, {KEY: "k"}, what="a"), ping]
+        answered = await preferring(client, batch).started()
+        assert (answered.status, answered.header("content-type")) == (200, "text/event-stream")
+        first = [await answered.message() for _ in range(3)]
+        assert {message["id"] for message in first} == {2, 3, 9}
+        shop.gate.set()
+        assert [message["id"] for message in await answered.messages()] == [1]
+
+
+async def test_array_without_requests_is_no_stream_for_a_client_that_prefers_events() -> None:
+    async with over_http(Shop().app, R2) as client:
+        answered = await preferring(client, [notification("notifications/initialized")]).started()
+        assert (answered.status, await answered.read()) == (202, b"")
+
+
+async def test_array_stream_of_a_client_that_prefers_events_is_resumed() -> None:
+    shop = Shop()
+    async with over_http(shop.app, R2) as client:
+        cut = preferring(client, [tool("wait", 1), tool("look", 2)])
+        first = await cut.event()
+        assert json.loads(first.data)["id"] == 2
+        cut.leave()
+        shop.gate.set()
+        messages = await client.listen(first.id).messages()
+    assert [message["id"] for message in messages] == [1]
+
+
+async def test_array_answers_over_the_limit_are_replaced_in_a_stream() -> None:
+    shop = Shop(limits=Limits(bytes_out=4096))
+
+    @shop.app.query
+    def long(size: int) -> str:
+        return "x" * size
+
+    async with over_http(shop.app, R2) as client:
+        batch = [tool("long", 1, size=3000), tool("long", 2, size=3000)]
+        answered = await preferring(client, batch).started()
+        messages = by_id(await answered.messages())
+    assert "result" in messages[1]
+    assert messages[2]["error"]["data"]["limit"] == "bytes_out"
 
 
 async def test_array_progress_on_stdio_precedes_the_answers() -> None:

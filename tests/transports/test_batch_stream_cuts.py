@@ -10,8 +10,10 @@ import pytest
 
 from tests.clock import LoopClock
 from tests.commands.charges import watch
+from tests.servers import Store
 from tests.transports.batch_streams import (
     FRONTS,
+    JSONL,
     PATIENCE,
     Reading,
     Shop,
@@ -21,7 +23,8 @@ from tests.transports.batch_streams import (
     post,
     result,
 )
-from wirecall import Limits
+from wirecall import Context, Limits
+from wirecall.server.context import Next
 
 every_front = pytest.mark.parametrize("front", FRONTS)
 
@@ -329,3 +332,60 @@ async def test_equal_command_after_a_delivered_stream_is_separate(front: str) ->
             shop.gate(2).clear()
             await reading.close()
         assert shop.charged == [101, 101, 101]
+
+
+# --- another process ------------------------------------------------------------------------------
+
+
+class Door:
+    """A middleware that holds a call before its command begins."""
+
+    def __init__(self) -> None:
+        self.is_shut = False
+        self.reached = asyncio.Event()
+        self.opened = asyncio.Event()
+        self.passed = asyncio.Event()
+
+    async def __call__(self, ctx: Context, call_next: Next) -> object:
+        if not self.is_shut:
+            return await call_next(ctx)
+        self.reached.set()
+        await self.opened.wait()
+        try:
+            return await call_next(ctx)
+        finally:
+            self.passed.set()
+
+
+@pytest.mark.parametrize("store", ["postgres"], indirect=True)
+@pytest.mark.parametrize("front", ["granian", "uvicorn"])
+@pytest.mark.parametrize("form", ["stream", "array", "single"])
+async def test_call_that_its_repetition_overtook_in_another_process_does_not_run(
+    form: str, front: str, store: Store
+) -> None:
+    """Its client had left before the server came to serve it, and its repetition was answered."""
+    door = Door()
+    first = Shop(ledger=store.url, middleware=[door])
+    second = Shop(ledger=store.url)
+    accept = JSONL if form == "stream" else None
+
+    def message(number: int) -> Any:
+        return charge(1, number) if form == "single" else [charge(1, number)]
+
+    async with first.serving(front) as port, second.serving(front) as other:
+        warmed = await post(port, message(101), accept)
+        await warmed.rest()
+        await warmed.close()
+        door.is_shut = True
+        overtaken = await post(port, message(102), accept)
+        async with asyncio.timeout(PATIENCE):
+            await door.reached.wait()
+        overtaken.cut()
+        repetition = await post(other, message(102), accept)
+        assert b'"result":102' in await repetition.rest()
+        await repetition.close()
+        door.opened.set()
+        async with asyncio.timeout(PATIENCE):
+            await door.passed.wait()
+    assert second.charged == [102]
+    assert first.charged == [101]

@@ -161,7 +161,7 @@ class Commands:
         receipts = self._receipts
         has_equals = receipts.expect(call, run, receipt)
         try:
-            if has_equals:
+            if has_equals or receipt.is_late:
                 await self._notice(call, run, receipt)
             return await self._run(call, run, handler)
         except BaseException as error:
@@ -174,9 +174,10 @@ class Commands:
             receipts.end(run, receipt)
 
     async def _notice(self, call: Call, run: Run, receipt: KeylessReceipt) -> None:
-        """Give equal calls a moment to lose their callers."""
+        """Give equal calls a moment to lose their callers, unless this one came too late."""
         try:
-            await self._receipts.notice(run)
+            if not receipt.is_late:
+                await self._receipts.notice(run)
             if receipt.is_lost:  # a repetition has overtaken it, or will come
                 raise in_progress()
         except BaseException as error:

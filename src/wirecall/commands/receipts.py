@@ -23,6 +23,8 @@ is written or lost (`protocol.receipt`); a `KeylessReceipt` says what that means
    repetition takes it over (`Receipts._repeat`).
 5. A caller may leave before the ledger has answered its claim. Its repetition waits for that
    answer: if the ledger saw the repetition first, it would grant both.
+6. A caller may even leave before its message is served, and a busy server may serve the repetition
+   first, in another process. So such a call does not run. It is as if the message had not arrived.
 """
 
 import asyncio
@@ -183,6 +185,11 @@ class KeylessReceipt(Struct, eq=False):
     def is_lost(self) -> bool:
         """Return whether the answer is lost: the caller is gone, or got no outcome."""
         return self.state in LOST_STATES
+
+    @property
+    def is_late(self) -> bool:
+        """Return whether the caller had left before the message of this call was served."""
+        return self.transport is not None and self.transport.message.has_left_before
 
 
 # --- the sender of the call -------------------------------------------------------------------------

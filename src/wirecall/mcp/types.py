@@ -342,6 +342,9 @@ class Meta(Struct, frozen=True, gc=False):
     level: str | UnsetType = msgspec.field(default=UNSET, name=f"{PREFIX}logLevel")
     token: ProgressToken | UnsetType = msgspec.field(default=UNSET, name="progressToken")
     key: Any = msgspec.field(default=UNSET, name=KEY_META)
+    # Only of a request in an array, which has its own decoder.
+    refs: Any = msgspec.field(default=UNSET, name=REFS_META)
+    after: Any = msgspec.field(default=UNSET, name=AFTER_META)
 
 
 class Params(Struct, frozen=True, gc=False):

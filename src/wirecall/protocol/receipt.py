@@ -34,6 +34,8 @@ class Receipt(Struct, eq=False):
     # The calls that want a report; without any, transports do no extra work.
     listeners: list[Listener] = []
     arrival: Arrival = Arrival.PENDING
+    # Whether the sender had left before the message was served, as its transport knows for certain.
+    has_left_before: bool = False
     # The session or the pipe that the message came through, in this process. None: there is no
     # session.
     session: object = None

@@ -85,6 +85,15 @@ def chosen(accept: str, *, streams: bool) -> Choice:
     raise HttpError(406, f"Accept: expected one of {there}; got {accept[:100]}")
 
 
+@lru_cache(maxsize=64)
+def prefers_events(accept: str) -> bool:
+    """Return whether a client prefers server-sent events to one JSON document."""
+    ranges = [_read(element) for element in _split(accept, ",") if element.strip()]
+    if not ranges:
+        return False
+    return _best(ranges, EVENT_STREAM).q > _best(ranges, JSON).q
+
+
 _NONE = _Range("", 0.0)
 
 

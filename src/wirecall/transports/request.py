@@ -328,11 +328,20 @@ class HttpRequest(ABC):
             self._arrival = self._server.arrivals.attend(
                 client, self.receipt, is_forwarded=self.headers.is_forwarded()
             )
+            if self.receipt.is_lost:
+                # Without its socket, only the server can tell.
+                self.receipt.has_left_before = self._arrival is not None or self._has_gone()
+
+    def _has_gone(self) -> bool:
+        """Return whether the server reports that the client has left."""
+        if self._watcher is not None:
+            return self._watcher.done()
+        return self._is_gone()
 
     def follow(self) -> None:
         """Watch the client and the connection."""
-        self.watch()
         self.attend()
+        self.watch()
 
     def written(self) -> None:
         """Note that the server has the whole answer.

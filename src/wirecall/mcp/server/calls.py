@@ -32,6 +32,7 @@ from wirecall.errors import (
     KeyInProgress,
     KeyRequired,
     NotCapable,
+    ReferencesOff,
     ResourceNotFound,
     RpcError,
     suggested,
@@ -48,9 +49,11 @@ from wirecall.mcp.server.catalog import (
 from wirecall.mcp.server.messages import A_TASK, INPUT_REQUIRED, Answers, Id
 from wirecall.mcp.server.peer import RETRY_AFTER_MS, Peer, Questions, Session, check_capability
 from wirecall.mcp.types import (
+    AFTER_META,
     ERROR_META,
     RECOGNISED_META,
     RECORDED_META,
+    REFS_META,
     REPLAYED_META,
     TASKS,
     CallTool,
@@ -196,6 +199,7 @@ class Calls:
         method = self._catalog.registry.called.get(params.name)
         if method is None or method.is_async or not method.plain:
             return None
+        check_alone(params)
         arguments = _arguments(params)
         try:
             result = self.dispatcher().plain(method, arguments, self.shape(method), id)
@@ -457,6 +461,18 @@ def _check_can_answer(session: Session, result: bytes) -> None:
         raise KeyInProgress(reason, ran="no", retry_after_ms=RETRY_AFTER_MS)
     for question in msgspec.json.decode(result)["inputRequests"].values():
         check_capability(session, question["method"], question["params"])
+
+
+def check_alone(params: Params) -> None:
+    """Refuse a request with references that is not in an array: they have no target (R1)."""
+    meta = params.meta
+    if meta is UNSET or (meta.refs is UNSET and meta.after is UNSET):
+        return
+    raise ReferencesOff(
+        f"{REFS_META} and {AFTER_META} refer to other requests of an array: "
+        "send an array, as MCP 2025-03-26 has it, or the values themselves",
+        ran="no",
+    )
 
 
 def _arguments(params: CallTool) -> Raw:

@@ -31,6 +31,7 @@ from wirecall.errors import (
     MethodNotFound,
     NotCapable,
     ParseError,
+    ReferencesOff,
     RpcError,
     UnknownVersion,
 )
@@ -50,6 +51,7 @@ from wirecall.mcp.types import CallTool, Params
 from wirecall.protocol.messages import Envelope, Invalid
 from wirecall.protocol.sender import Sender
 from wirecall.server.call import BATCH, shape_of
+from wirecall.transports.accept import prefers_events
 from wirecall.transports.request import (
     JSON,
     KEY,
@@ -83,6 +85,7 @@ _STATUS: dict[type[RpcError], int] = {
     BadEnvelope: 400,
     HeaderMismatch: 400,
     NotCapable: 400,
+    ReferencesOff: 400,
     UnknownVersion: 400,
     MethodNotFound: 404,
 }
@@ -325,7 +328,8 @@ class McpEndpoint:
     ) -> None:
         """Answer the messages of an array (2025-03-26).
 
-        The answers are an array, or go out one by one if there is a stream.
+        The answers are an array, or go out one by one if there is a stream. A client that prefers
+        events gets each answer when it is ready.
         """
         known: Known | None = None
         revision = STATELESS[-1]
@@ -347,6 +351,7 @@ class McpEndpoint:
             scopes = [scope for entry in entries for scope in self._server.scopes(entry)]
             self._server.permit(request.identity, scopes)
         channel, sender = await self._open_channel(request, known)
+        channel.is_eager = prefers_events(request.headers.get("accept") or "")
         work = self._answer_array(entries, known.session, channel, sender)
         await self._follow(request, known, channel, work, is_array=True)
 
@@ -425,7 +430,10 @@ class McpEndpoint:
         self, entries: list[Incoming], session: Session, channel: Channel, sender: Sender
     ) -> bytes | None:
         """Return the answers to an array; None if there are none, or its channel has them."""
-        answers = await self._server.answer_array(entries, session, channel, sender)
+        into: Channel | None = None
+        if channel.is_eager:
+            into = channel
+        answers = await self._server.answer_array(entries, session, channel, sender, into)
         if channel.is_stream:
             channel.end(answers)
             return None

@@ -58,6 +58,7 @@ from wirecall.mcp.types import (
 )
 from wirecall.protocol.messages import ErrorObject, JsonObject, decode_any, decode_value, encode
 from wirecall.protocol.params import explain
+from wirecall.protocol.receipt import Receipt
 from wirecall.protocol.sender import Sender
 from wirecall.server.call import Call, ClientInfo, InputRequired
 from wirecall.server.identity import Identity
@@ -104,6 +105,14 @@ class Outlet(Protocol):
 
     async def until_left(self, patience: float) -> None:
         """Return when the client has had no connection for `patience` seconds."""
+        ...
+
+
+class AnswerStream(Protocol):
+    """Sends the answers to an array one by one."""
+
+    async def send(self, message: bytes, receipt: Receipt | None = None) -> None:
+        """Send one answer, whose delivery `receipt` is."""
         ...
 
 

@@ -24,6 +24,7 @@ import asyncio
 import base64
 import re
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from logging import INFO
 from typing import TYPE_CHECKING, Any
@@ -46,11 +47,19 @@ from wirecall.limits import Limits
 from wirecall.logs import failed, logger
 from wirecall.mcp import headers, types
 from wirecall.mcp.revisions import REVISIONS, STATELESS, Revision, offered
-from wirecall.mcp.server.calls import Calls
+from wirecall.mcp.server.calls import Calls, check_alone
 from wirecall.mcp.server.catalog import Catalog, MethodEntry
 from wirecall.mcp.server.changes import Hub, Subscribed, listen, subscribe, unsubscribe
 from wirecall.mcp.server.messages import Answers, BadEnvelope, ClientAnswer, Id, Incoming
-from wirecall.mcp.server.peer import Linked, Outlet, Peer, Questions, Session, named_client
+from wirecall.mcp.server.peer import (
+    AnswerStream,
+    Linked,
+    Outlet,
+    Peer,
+    Questions,
+    Session,
+    named_client,
+)
 from wirecall.mcp.server.sessions import Sealer
 from wirecall.mcp.server.task_run import TaskRunner
 from wirecall.mcp.server.tasks import Tasks
@@ -388,6 +397,8 @@ class Server:
         # Step 2: its params, and the client it came from.
         if type(params) is not method.params:
             params = _decoded(message, method.decode)
+        if linked is None:
+            check_alone(params)
         peer = Peer(
             session, outlet, self._questions, id, message.params, params, sender, key, position
         )
@@ -488,41 +499,46 @@ class Server:
         session: Session,
         outlet: Outlet,
         sender: Sender,
+        into: AnswerStream | None = None,
     ) -> list[bytes]:
         """Return the answers to the messages of an array (2025-03-26), in their order.
 
-        Those that a stream has sent are not among them. All answers fit into one reply. An error
-        takes the place of an answer that does not, as soon as that is made, so an array keeps no
-        more than one reply may hold.
+        Those that a stream has sent are not among them: `into` gets each answer when it is ready.
+        All answers fit into one reply. An error takes the place of an answer that does not, as soon
+        as that is made, so an array keeps no more than one reply may hold.
         """
         left = self._limits.bytes_out
         links: ArrayLinks | None = None
+        # The answers that no stream has sent, by position.
+        kept: dict[int, bytes] = {}
 
-        async def begin(
-            session: Session, message: tuple[Incoming, Any], position: int
-        ) -> bytes | None:
+        async def begin(session: Session, message: tuple[Incoming, Any], position: int) -> None:
             nonlocal left
             entry, params = message
+            own = sender
+            if into is not None and sender.receipt is not None:
+                own = msgspec.structs.replace(sender, receipt=sender.receipt.part())
             answer: bytes | None
             try:
                 if links is not None:
                     answer = await links.answer(
                         position,
                         lambda message, linked: self.respond(
-                            message, session, outlet, sender, position=position, linked=linked
+                            message, session, outlet, own, position=position, linked=linked
                         ),
                     )
                 else:
                     answer = await self.respond(
-                        entry, session, outlet, sender, params=params, position=position
+                        entry, session, outlet, own, params=params, position=position
                     )
             except RpcError as error:
                 answer = self.answers.failure(entry.id, error, session.revision)
             if answer is None:
-                return None
-            if outlet.is_stream:  # each answer goes out when it is ready
+                return
+            if into is None and outlet.is_stream:  # each answer goes out when it is ready
+                await self._send_kept(kept, outlet)
                 await outlet.send(answer)
-                return None
+                return
             if len(answer) > left:
                 answer = self.answers.failure(
                     entry.id, self.answers.too_long(answer), session.revision
@@ -530,7 +546,14 @@ class Server:
                 # Making and encoding a long answer blocks the loop: other calls get their turn.
                 await asyncio.sleep(0)
             left -= len(answer)
-            return answer
+            kept[position] = answer
+            if into is not None:
+                with suppress(Gone):  # no stream is free: it stays among the kept ones
+                    receipt = own.receipt
+                    if receipt is not None and not receipt.listeners:
+                        receipt = None
+                    await into.send(answer, receipt)
+                    del kept[position]
 
         def changes_something(message: tuple[Incoming, Any]) -> bool:
             """Commands run one after another, in array order (J13)."""
@@ -554,10 +577,15 @@ class Server:
 
             links = array_links.ArrayLinks(entries, self.catalog, allowed=self._has_references)
         limit = self._limits.concurrency
-        answers: list[bytes | None] = await run_batch(
+        _: list[None] = await run_batch(
             session, messages, begin, self.in_lane or changes_something, concurrency=limit
         )
-        return list(filter(None, answers))
+        return [kept[position] for position in sorted(kept)]
+
+    async def _send_kept(self, kept: dict[int, bytes], outlet: Outlet) -> None:
+        """Send the answers that were ready before the answer to their array became a stream."""
+        while kept:
+            await outlet.send(kept.pop(min(kept)))
 
     def take(self, message: "Envelope | ClientAnswer", session: Session) -> bool:
         """Take an answer of the client or a notification.

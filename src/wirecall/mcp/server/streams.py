@@ -173,6 +173,8 @@ class Channel:
         self.stopping = request.stopping
         self.receipt = request.receipt = Receipt(request.follow, session=link)
         self.replayed: list[int | str] = []
+        # Whether each answer to an array is an event, sent when it is ready.
+        self.is_eager = False
         # Set when there is something to send before the answer.
         self.started = asyncio.Event()
         # No event will be added.
@@ -190,6 +192,8 @@ class Channel:
         self._numbered = numbered
         self._primed = primed
         self._events: deque[bytes] = deque()
+        # The deliveries of answers that are events, by the number of the event.
+        self._receipts: dict[int, Receipt] = {}
         # The number of the oldest event that is kept.
         self._first = 0
         # How many events were added.
@@ -207,12 +211,14 @@ class Channel:
         self._caught_up = asyncio.Event()
         self._hung_up = False
 
-    async def send(self, message: bytes) -> None:
+    async def send(self, message: bytes, receipt: Receipt | None = None) -> None:
         """Keep an event for the reader, and wait while the reader is too far behind.
 
-        Raises `Gone` if no stream is free.
+        Raises `Gone` if no stream is free. `receipt` is the delivery of the answer in the event.
         """
         self._begin()
+        if receipt is not None:
+            self._receipts[self._count] = receipt
         self.put(message)
         while self._readers and self._unread > self._max_unread:
             self._caught_up.clear()
@@ -337,6 +343,9 @@ class Channel:
                 if is_last:
                     request.written()
                     return
+                receipt = self._receipts.pop(after, None)
+                if receipt is not None:
+                    request.written_record(receipt)
             if self.finished or self._hung_up:
                 break
             self._news.clear()
