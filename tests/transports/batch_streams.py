@@ -195,9 +195,15 @@ class Reading:
 
 
 async def post(
-    port: int, body: Any, accept: str | None = JSONL, *, buffer: int | None = None, more: str = ""
+    port: int,
+    body: Any,
+    accept: str | None = JSONL,
+    *,
+    buffer: int | None = None,
+    more: str = "",
+    path: str = "/rpc",
 ) -> Reading:
-    """Send a body to /rpc. `buffer`: the client's kernel takes few bytes, so that it is soon full."""
+    """Send a body. `buffer`: the client's kernel takes few bytes, so that it is soon full."""
     connection = socket.socket()
     if buffer is not None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
@@ -208,8 +214,8 @@ async def post(
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     accepts = "" if accept is None else f"accept: {accept}\r\n"
     writer.write(
-        b"POST /rpc HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        + f"{accepts}{more}content-length: {len(data)}\r\n\r\n".encode()
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\n".encode()
+        + f"content-type: application/json\r\n{accepts}{more}content-length: {len(data)}\r\n\r\n".encode()
         + data
     )
     await writer.drain()

@@ -1,6 +1,7 @@
 """Streams of answers whose client is slow, leaves, or loses some of them, and sends calls again."""
 
 import asyncio
+import json
 import socket
 import struct
 import time
@@ -334,6 +335,55 @@ async def test_equal_command_after_a_delivered_stream_is_separate(front: str) ->
         assert shop.charged == [101, 101, 101]
 
 
+# --- arrays of MCP 2025-03-26 ---------------------------------------------------------------------
+
+
+def tool(id: int, name: str, number: int) -> Any:
+    return call(id, "tools/call", params={"name": name, "arguments": {"number": number}})
+
+
+async def post_array(port: int, *messages: Any) -> Reading:
+    """Send an array of a client that prefers events. Without a header it is of this revision."""
+    accept = "text/event-stream, application/json;q=0.5"
+    return await post(port, list(messages), accept, path="/mcp")
+
+
+async def event(reading: Reading) -> Any:
+    """Return the next answer of a stream."""
+    while not (line := await reading.until(b"\n")).startswith(b"data: "):
+        pass
+    return json.loads(line.removeprefix(b"data: "))
+
+
+@every_front
+async def test_array_stream_that_is_cut_has_delivered_the_answers_that_were_read(
+    front: str,
+) -> None:
+    """An equal call of an answer that was read is new; that of a lost one gets it again."""
+    shop = Shop()
+    async with shop.serving(front) as port:
+        await warm(shop, port)
+        reading = await post_array(port, tool(9, "wait", 9), tool(1, "charge", 1))
+        await shop.has_begun(9, 1)
+        shop.gate(1).set()
+        assert (await event(reading))["id"] == 1
+        await reading.close()
+        lost = await post_array(port, tool(8, "wait", 8), tool(2, "charge", 2))
+        await shop.has_begun(8, 2)
+        marks = await watch(shop.app, "deliver")
+        lost.cut()
+        async with asyncio.timeout(PATIENCE):
+            await marks.get()
+        for number in (2, 8, 9):
+            shop.gate(number).set()
+        again = await post_array(port, tool(1, "charge", 1), tool(2, "charge", 2))
+        answers = [await event(again), await event(again)]
+        await again.close()
+    replayed = [each["result"].get("_meta", {}) for each in answers]
+    assert [bool(each.get("io.wirecall/replayed")) for each in replayed] == [False, True]
+    assert shop.charged == [1, 2, 1]
+
+
 # --- another process ------------------------------------------------------------------------------
 
 
@@ -381,9 +431,12 @@ async def test_call_that_its_repetition_overtook_in_another_process_does_not_run
         async with asyncio.timeout(PATIENCE):
             await door.reached.wait()
         overtaken.cut()
+        marks = await watch(second.app, "deliver")
         repetition = await post(other, message(102), accept)
         assert b'"result":102' in await repetition.rest()
         await repetition.close()
+        async with asyncio.timeout(PATIENCE):
+            await marks.get()  # from now on, an equal call is a new one
         door.opened.set()
         async with asyncio.timeout(PATIENCE):
             await door.passed.wait()

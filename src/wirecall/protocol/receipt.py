@@ -82,6 +82,8 @@ class Receipt(Struct, eq=False):
         """Do nothing if the answers are written."""
         if self.arrival is Arrival.PENDING:
             self.arrival = Arrival.LOST
+            # No call has begun that needs to know.
+            self.has_left_before = not self.listeners
             # A call that continues does not keep its request alive.
             self._watch = None
             for listener in self.listeners:

@@ -137,6 +137,10 @@ class RsgiRequest(HttpRequest):
         self._left = watcher
         return False
 
+    def _has_gone(self) -> bool:
+        # granian gives the address of the socket itself. A socket that is not found is closed.
+        return True
+
     def _is_gone(self) -> bool:
         # Before the client has left, granian returns a future that completes without being awaited:
         # keep it, and check it again with the next piece. Afterwards it returns an awaitable that
