@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from wirecall.aio import Signal, first_step
 from wirecall.errors import Gone, InternalError, InvalidRequest, WirecallError
 from wirecall.protocol import messages as frames
+from wirecall.protocol import receipt
 from wirecall.protocol.messages import Id
 from wirecall.protocol.receipt import Receipt
 from wirecall.protocol.sender import ANONYMOUS, Sender
@@ -328,7 +329,7 @@ class HttpRequest(ABC):
             self._arrival = self._server.arrivals.attend(
                 client, self.receipt, is_forwarded=self.headers.is_forwarded()
             )
-            if self.receipt.is_lost:
+            if self.receipt.arrival is receipt.Arrival.LOST:
                 # Without its socket, only the server can tell.
                 self.receipt.has_left_before = self._arrival is not None or self._has_gone()
 
