@@ -153,7 +153,7 @@ async def test_arrivals_see_a_client_that_left_with_bytes_behind_its_call(
     """While the handler runs, on every transport.
 
     Servers that read ahead do not see the connection end. uvicorn closes it when it reads bytes
-    that are no request. Then the call that came before them is not served.
+    that are not a request. Then the call that came before them is not served.
     """
     stand = make_stand(Plan(server, "memory"), store, tmp_path, log)
     watched = [

@@ -204,7 +204,7 @@ async def test_tool_with_scopes_by_argument_takes_no_references() -> None:
 async def test_reference_outside_of_an_array_is_refused(
     transport: str, revision: str, allowed: bool
 ) -> None:
-    """R1, R14: a plain tool, a command and a request that is no call; nothing runs."""
+    """R1, R14: a plain tool, a command and a list; nothing runs."""
     app = make_app(references=allowed)
     done = shop(app)
     refs = {REFS: {"/arguments/order": take(1, "")}}

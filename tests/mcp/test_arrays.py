@@ -589,7 +589,7 @@ async def test_array_is_a_stream_for_a_client_that_prefers_events() -> None:
         assert [message["id"] for message in await answered.messages()] == [1]
 
 
-async def test_array_without_requests_is_no_stream_for_a_client_that_prefers_events() -> None:
+async def test_array_without_requests_is_not_a_stream_for_a_client_that_prefers_events() -> None:
     async with over_http(Shop().app, R2) as client:
         answered = await preferring(client, [notification("notifications/initialized")]).started()
         assert (answered.status, await answered.read()) == (202, b"")

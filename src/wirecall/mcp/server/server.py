@@ -364,6 +364,7 @@ class Server:
         except RpcError as error:
             return self.answers.failure(message.id, error, session.revision)
 
+    # complexity: the steps of every request in order; a further function would slow each of them.
     async def respond(
         self,
         message: Incoming,
@@ -493,6 +494,7 @@ class Server:
             raise MethodNotFound(f"{name}: this server does not offer {method.extension}")
         return method
 
+    # complexity: the entries of an array share what is counted and kept here.
     async def answer_array(
         self,
         entries: Sequence[Incoming],
