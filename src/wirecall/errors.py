@@ -347,16 +347,6 @@ class RpcError(WirecallError):
         copy.is_remote = self.is_remote
         return copy
 
-    def adopted(self) -> "RpcError":
-        """Return a copy of another server's error that counts as this server's own.
-
-        A handler that passes a call on raises it: the other server's refusal is then its refusal,
-        and a record is released.
-        """
-        copy = rebuilt(type(self), self.code, self.message, self.data)
-        copy.is_remote = False
-        return copy
-
     def __reduce__(self) -> tuple[Any, ...]:
         return rebuilt, (type(self), self.code, self.message, self.data)
 

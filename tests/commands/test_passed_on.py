@@ -9,7 +9,6 @@ from tests.servers import Store
 from wirecall import App
 from wirecall.errors import OutcomeUnknown, UpstreamUnavailable
 from wirecall.ledger.base import RecordId, State
-from wirecall.protocol.messages import ErrorObject, remote_error
 
 
 @pytest.fixture
@@ -21,26 +20,6 @@ async def app(store: Store) -> AsyncIterator[App]:
 async def state_of(app: App, key: str) -> State | None:
     record = await (await app.ledger()).get(RecordId("", "pay", key))
     return None if record is None else record.state
-
-
-@pytest.mark.parametrize("code", [-32700, -32600, -32601, -32602, -32020, -32021, -32022])
-async def test_refusal_of_another_server_can_be_passed_on_and_releases_the_record(
-    app: App, code: int
-) -> None:
-    """Section 7: -32700, -32600, -32601, -32602 and the refusals of MCP: passed on, ran = no."""
-    refusals = [remote_error(ErrorObject(code, "their words", {"their": "data"})).adopted()]
-
-    @app.command
-    async def pay() -> str:
-        if refusals:
-            raise refusals.pop()
-        return "paid"
-
-    refused = error(await app.handle(call("pay", key="k")))
-    assert (refused["code"], refused["message"]) == (code, "their words")
-    assert refused["data"] == {"their": "data"}
-    assert await state_of(app, "k") is None
-    assert result(await app.handle(call("pay", key="k"))) == "paid"
 
 
 async def test_call_that_was_not_sent_to_another_server_releases_the_record(app: App) -> None:

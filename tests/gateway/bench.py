@@ -18,6 +18,11 @@ from wirecall.gateway.upstream import REAL
 BOTH = {"Accept": "application/json, text/event-stream", "Content-Type": "application/json"}
 
 
+def newest(folder: Path, name: str = "new", **own: Any) -> UpstreamSettings:
+    """A server of 2026-07-28 alone, which counts and asks."""
+    return UpstreamSettings(name, command=[*counter(folder / name), "newest"], **own)
+
+
 class Bench:
     """A gateway in front of servers that count, over HTTP."""
 

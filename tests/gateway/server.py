@@ -2,7 +2,8 @@
 
     python -m tests.gateway.server FILE [newest]
 
-With "newest" it speaks 2026-07-28 alone, and its tool `ask` asks its client.
+With "newest" it speaks 2026-07-28 alone, and its tool `ask` asks its client `rounds` times, by the
+requests in `questions`, before it pays.
 
 Its tool `pay` writes a line into the file. The argument `then` says what happens next: "die" ends
 the process before the answer, "mute" never answers, "wait" answers when the file FILE.go exists,
@@ -22,6 +23,7 @@ FILE = Path(sys.argv[1])
 IS_NEWEST = sys.argv[2:] == ["newest"]
 PREFIX = "io.modelcontextprotocol/"
 LOCK = threading.Lock()
+ASK = {"name": "ask", "inputSchema": {"type": "object"}}
 TOOLS: list[dict[str, Any]] = [
     {
         "name": "pay",
@@ -123,6 +125,33 @@ def discover(message: dict[str, Any]) -> None:
     reply(message["id"], result=result)
 
 
+def ask(message: dict[str, Any]) -> None:
+    """Ask the client, in several rounds; then pay."""
+    id = message["id"]
+    params = message["params"]
+    arguments = params.get("arguments", {})
+    questions = arguments.get("questions", ["elicitation/create"])
+    state = params.get("requestState", "")
+    rounds = state.count("their")
+    if arguments.get("state") == "none":
+        rounds = int("inputResponses" in params)
+    note(f"round {state} {json.dumps(params.get('inputResponses'))}")
+    declared = params["_meta"][f"{PREFIX}clientCapabilities"]
+    note(f"declared {json.dumps(declared, sort_keys=True)}")
+    if not all(each.partition("/")[0] in declared for each in questions):
+        reply(id, error={"code": -32021, "message": "not declared"})
+    elif rounds < int(arguments.get("rounds", 1)):
+        asked = {each: {"method": each, "params": {"message": "sure?"}} for each in questions}
+        more = {"inputRequests": asked, "requestState": f"{state} their state".strip()}
+        if arguments.get("state") == "none":
+            del more["requestState"]
+        reply(id, result={"resultType": "input_required", **more})
+    elif message["method"] == "prompts/get":
+        reply(id, result={"resultType": "complete", "messages": [], "x": 0.5})
+    else:
+        pay(message)
+
+
 def serve_newest(message: dict[str, Any]) -> None:
     """Serve a message of 2026-07-28; refuse any other."""
     id = message.get("id")
@@ -131,16 +160,8 @@ def serve_newest(message: dict[str, Any]) -> None:
         reply(id, error={"code": -32601, "message": "no envelope"})
     elif message["method"] == "server/discover":
         discover(message)
-    elif message["method"] == "tools/call" and params["name"] == "ask":
-        if "requestState" in params:
-            note(f"pay {params['requestState']}")
-            text = json.dumps(params.get("inputResponses"))
-            content = [{"type": "text", "text": text}]
-            reply(id, result={"resultType": "complete", "content": content})
-        else:
-            asked = {"q": {"method": "elicitation/create", "params": {"message": "sure?"}}}
-            state = {"inputRequests": asked, "requestState": "their state"}
-            reply(id, result={"resultType": "input_required", **state})
+    elif message["method"] in ("tools/call", "prompts/get") and params["name"] == "ask":
+        threading.Thread(target=ask, args=[message], daemon=True).start()
     else:
         serve(message)
 
@@ -163,7 +184,8 @@ def serve(message: dict[str, Any]) -> None:
     elif method == "initialize":
         initialize(message)
     elif method == "tools/list":
-        reply(message["id"], result={"tools": TOOLS})
+        more = [ASK] if IS_NEWEST else []
+        reply(message["id"], result={"tools": [*TOOLS, *more]})
     elif method == "tools/call" and message["params"]["name"] == "look":
         then = message["params"].get("arguments", {}).get("then")
         if then == "die":

@@ -17,7 +17,7 @@ from msgspec import Raw
 
 from tests.client.conftest import nothing_is_left as nothing_is_left
 from tests.client.peers import served, until
-from tests.gateway.bench import BOTH, Bench
+from tests.gateway.bench import BOTH, Bench, newest
 from tests.gateway.fronts import (
     counter,
     effects,
@@ -422,54 +422,17 @@ async def test_gateway_passes_a_question_on_to_the_client_that_owns_the_session(
     assert '"capabilities": {"roots": {}}' in greeted and '"name": "test"' in greeted
 
 
-def newest(tmp_path: Path) -> UpstreamSettings:
-    return UpstreamSettings("new", command=[*counter(tmp_path / "new"), "newest"])
-
-
 async def test_gateway_serves_an_old_client_in_front_of_a_new_server(tmp_path: Path) -> None:
     """G12, old / new: the server gets the envelope of the gateway, the client no `resultType`."""
     async with Bench(tmp_path, names=(), more=[newest(tmp_path)]).serving() as bench:
         answer, session = await bench.post("/mcp/new", message_of("initialize", introduction(), 1))
         assert answer["result"]["serverInfo"]["name"] == "counter"
         listed, _ = await bench.post("/mcp/new", message_of("tools/list", None, 2), session)
-        assert len(listed["result"]["tools"]) == 2
+        assert len(listed["result"]["tools"]) == 3
         paid, _ = await bench.post(
             "/mcp/new", message_of("tools/call", {"name": "pay"}, 3), session
         )
         assert paid["result"]["content"] and "resultType" not in paid["result"]
-        asked, _ = await bench.post(
-            "/mcp/new", message_of("tools/call", {"name": "ask"}, 4), session
-        )
-        assert asked["error"]["code"] == -32021  # it was not declared, and the server asks anyway
-
-
-async def test_gateway_seals_the_state_of_a_question(tmp_path: Path) -> None:
-    """G12, new / new: the next leg carries the exact state; a forged or a foreign one is refused."""
-    async with Bench(tmp_path, names=(), more=[newest(tmp_path)]).serving() as bench:
-        own = {
-            "Mcp-Protocol-Version": NAMES[-1],
-            "Mcp-Method": "tools/call",
-            "Mcp-Name": "ask",
-        }
-        async with aiohttp.ClientSession(headers={**BOTH, **own}) as http:
-
-            async def ask(**more: Any) -> Any:
-                params = enveloped({"name": "ask", "arguments": {}, **more})
-                message = message_of("tools/call", params, 1)
-                async with http.post(f"{bench.url}/mcp/new", data=message) as answer:
-                    return await answer.json()
-
-            asked = (await ask())["result"]
-            state = asked["requestState"]
-            assert asked["inputRequests"]["q"]["params"] == {"message": "sure?"}
-            assert "their state" not in state
-            for wrong in ("their state", state[:-2], "x"):
-                refused = await ask(requestState=wrong, inputResponses={})
-                assert refused["error"]["code"] == -32602
-            assert effects(tmp_path / "new") == 0
-            done = await ask(requestState=state, inputResponses={"q": {"action": "accept"}})
-            assert done["result"]["content"][0]["text"] == '{"q": {"action": "accept"}}'
-    assert (tmp_path / "new").read_text() == "pay their state\n"
 
 
 def test_merged_names_are_found_in_a_table() -> None:

@@ -29,7 +29,7 @@ from wirecall.commands.outcome import (
 )
 from wirecall.commands.receipts import Receipts
 from wirecall.commands.run import Run, RunEvent
-from wirecall.errors import KeyConflict, LedgerUnavailable, UsageError
+from wirecall.errors import BadInput, KeyConflict, LedgerUnavailable, UsageError
 from wirecall.ledger.base import (
     Claim,
     Delivered,
@@ -309,6 +309,8 @@ async def _check_leg(run: Run, ledger: Ledger, follows: str) -> None:
         record = await ledger.get(run.claim.id)
     except LedgerDown as error:
         raise unavailable(error) from error
+    if record is None and run.must_exist:
+        raise BadInput("requestState: the call is gone", ran="no")
     if record is None or record.state is not State.WAITING or record.outcome is None:
         return
     payload = record.outcome.payload

@@ -111,7 +111,7 @@ class Commands:
                 peer.named(key)
             if loop is None:
                 keyless = None  # there is no transport that could lose the answer
-        follows: str | None = None
+        follows = call.follows
         if peer is not None:
             follows = peer.continues
         params: bytes | None = None
@@ -134,6 +134,7 @@ class Commands:
             params=params,
         )
         run = call.run = Run(method, claim, loop, follows, task)
+        run.must_exist = call.follows is not None
         if keyless is None:
             return self._run(call, run, handler)
         run.receipt = KeylessReceipt(frame.sender.receipt)

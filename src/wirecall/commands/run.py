@@ -223,6 +223,8 @@ class Run(Struct, eq=False):
     follows: str | None
     # None: the call cannot become a task.
     task: Detachable | None
+    # A further round without a record is refused: it may have run, and was forgotten.
+    must_exist: bool = False
     state: RunState = RunState.CLAIMING
     ledger: Ledger | None = None
     # The record as the ledger granted it.

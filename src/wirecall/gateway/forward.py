@@ -12,15 +12,16 @@
    of `Place` makes the link: until it returns, the run has done nothing, and a failure or a caller
    that leaves releases the record.
 2. The answer is awaited for `timeout`, also if the caller has left.
-3. Questions of a server (`input_required`) are not an outcome: the record is released, since the
-   server has done nothing yet.
+3. Questions of a server (`input_required`) are not an outcome: the server has done nothing yet. The
+   record waits for the next round of its client. It is released in front of one client (`wrap`),
+   and stays while an older client is asked inside its call (`rounds`).
 """
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import msgspec
 from msgspec import Raw, Struct, UnsetType
 
 from wirecall.errors import (
@@ -30,12 +31,17 @@ from wirecall.errors import (
     ProtocolError,
     RpcError,
 )
+from wirecall.gateway.rounds import STATE, Bridge, Declined, Leg, about, asks, paused
 from wirecall.gateway.session import Report, Sent, UpstreamSession
-from wirecall.gateway.upstream import Upstream
+from wirecall.gateway.upstream import Slot, Upstream
 from wirecall.protocol.messages import Sound
+from wirecall.server.call import InputRequired
 from wirecall.server.context import Context
 from wirecall.server.method import Kind, Method, Terms
 from wirecall.server.providers import Provider, Providers
+
+if TYPE_CHECKING:
+    from wirecall.mcp.server.sessions import Sealer
 
 # Codes with which a server refuses a request before it runs.
 REFUSED = frozenset({-32700, -32600, -32601, -32602, -32020, -32021, -32022})
@@ -46,15 +52,6 @@ MOST_STORED = 4 << 20
 LEASE = 10.0
 FORWARD = "forward"
 
-_INPUT_REQUIRED = b'"input_required"'
-
-
-class _Typed(Struct, rename="camel"):
-    result_type: str = "complete"
-
-
-_decode_typed = msgspec.json.Decoder(_Typed).decode
-
 
 class Interim(InvalidRequest):
     """A result that is not an outcome: the server asks its client before it acts."""
@@ -64,43 +61,69 @@ class Interim(InvalidRequest):
         self.result = result
 
 
-class Declined(InvalidRequest):
-    """The error of a server that has not run the call, in its own words."""
-
-    def __init__(self, error: RpcError) -> None:
-        super().__init__(ran="no")
-        self.code = error.code
-        self.message = error.message
-        self.data = error.data
-        self.ran = "no"
-
-
 class Forward(Struct, eq=False):
-    """One call that is passed on."""
+    """One request that is passed on."""
 
     session: UpstreamSession
+    method: str
     params: Raw | UnsetType
     report: Report | None
+    caller: str
+    # Seals the states of a server whose clients are several. None: there is one client.
+    sealer: "Sealer | None" = None
+    # Asks a client of another era. None: the client gets the questions itself.
+    bridge: Bridge | None = None
+    # The state of a further round, and what it says.
+    follows: str | None = None
+    leg: Leg | None = None
+    # The place among the calls of the upstream.
+    slot: Slot | None = None
     # The request, once it is sent.
     sent: Sent | None = None
     # The error of the server, in its own words.
     error: RpcError | None = None
 
-    async def send(self) -> Raw:
-        """Send the call once, and return its result."""
-        return await self.session.ask(
-            "tools/call", self.params, report=self.report, on_sent=self.note
-        )
+    async def send(self, timeout: float | None = None) -> Raw:
+        """Send the request, and the rounds that the client answers inside it; return the result.
+
+        Raises `TimeoutError` if a round has no answer within `timeout` seconds.
+        """
+        params = self.params
+        while True:
+            async with asyncio.timeout(timeout):
+                result = await self.session.ask(
+                    self.method, params, report=self.report, on_sent=self.note
+                )
+            if self.bridge is None or not asks(result):
+                return result
+            assert self.slot is not None
+            async with self.slot.aside():
+                params = await self.bridge.next_round(params, result)
 
     def note(self, sent: Sent) -> None:
         """Remember the request, so that it can be cancelled."""
         self.sent = sent
+
+    def questions(self, result: Raw, *, key: str | None = None, has_record: bool = False) -> bytes:
+        """Return the questions of the server as its client gets them."""
+        if self.sealer is None:
+            return bytes(result)
+        leg = Leg(about(self.session.upstream.origin.label, self.method, self.params), key)
+        leg.has_record = has_record
+        # The record judges the age of a state. Without one, the state must not outlive the record
+        # that the next round makes.
+        lifetime = STATE
+        if key is not None and not has_record:
+            lifetime = RETENTION
+        return paused(self.sealer, self.caller, leg, result, lifetime)
 
 
 class Place(Struct, frozen=True):
     """A place among the calls of an upstream, and a link that is made."""
 
     forward: Forward
+    # The key of the command, stated or made. None: it has no record.
+    key: str | None
 
 
 def forwarded(upstream: Upstream, tool: str) -> Method:
@@ -109,14 +132,14 @@ def forwarded(upstream: Upstream, tool: str) -> Method:
     async def place(ctx: Context) -> AsyncIterator[Place]:
         forward: Forward = ctx.values[FORWARD]
         try:
-            async with upstream.places.one():
+            async with upstream.places.one() as forward.slot:
                 await forward.session.ready()
-                yield Place(forward)
+                yield Place(forward, ctx.idempotency_key)
         except CallFailed as error:
             raise upstream.unavailable(str(error)) from error
 
     async def run(place: Place) -> Any:
-        return Sound(await once(upstream, place.forward))
+        return Sound(await once(upstream, place.forward, place.key))
 
     providers = Providers()
     providers.add(Provider(place, blocking=False))
@@ -143,12 +166,13 @@ def forwarded(upstream: Upstream, tool: str) -> Method:
     return method
 
 
-async def once(upstream: Upstream, forward: Forward) -> bytes:
+async def once(upstream: Upstream, forward: Forward, key: str | None) -> bytes:
     """Send a command once; return its result, or raise what its end means."""
     timeout = upstream.origin.timeout
     try:
-        async with asyncio.timeout(timeout):
-            result = await forward.send()
+        result = await forward.send(timeout)
+    except Declined:
+        raise
     except RpcError as error:
         forward.error = error
         raise _ended(error) from None
@@ -159,9 +183,15 @@ async def once(upstream: Upstream, forward: Forward) -> bytes:
         if error.ran == "no" or not is_sent:
             raise upstream.unavailable(str(error)) from error
         raise _unknown(upstream, upstream.lost(error)) from error
-    if asks(result):
+    if not asks(result):
+        return bytes(result)
+    if forward.sealer is None:
         raise Interim(result)
-    return bytes(result)
+    # Without a record, the rounds have a key from now on: one state leads to one round.
+    questions = forward.questions(
+        result, key=key or os.urandom(16).hex(), has_record=key is not None
+    )
+    raise InputRequired(questions)
 
 
 def _ended(error: RpcError) -> RpcError:
@@ -177,13 +207,3 @@ def _ended(error: RpcError) -> RpcError:
 
 def _unknown(upstream: Upstream, reason: str) -> OutcomeUnknown:
     return OutcomeUnknown(reason, upstream=upstream.name, ran="unknown")
-
-
-def asks(result: Raw) -> bool:
-    """Return whether a result is a question to the client."""
-    if bytes(result).find(_INPUT_REQUIRED) < 0:
-        return False
-    try:
-        return _decode_typed(result).result_type == "input_required"
-    except msgspec.DecodeError:
-        return False

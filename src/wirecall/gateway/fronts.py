@@ -6,10 +6,8 @@ as the upstream's `share` says. Such a conversation declares nothing, so its ser
 """
 
 import asyncio
-import os
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,23 +15,24 @@ from msgspec import UNSET, Raw, structs
 
 from wirecall.errors import (
     CallFailed,
-    Gone,
     InvalidParams,
     InvalidRequest,
+    NotCapable,
     RpcError,
     UpstreamUnavailable,
 )
 from wirecall.gateway.offers import NAMED, Merged, beginning, merged
 from wirecall.gateway.relay import Flying, Relay, cancel
+from wirecall.gateway.rounds import Bridge, ask_client
 from wirecall.gateway.session import UpstreamSession
 from wirecall.gateway.translate import envelope
-from wirecall.gateway.wire import answer, members_of, one_line, raw_of, request, with_member
+from wirecall.gateway.wire import answer, members_of, one_line, raw_of, with_member
 from wirecall.logs import logger
 from wirecall.mcp import types
 from wirecall.mcp.revisions import STATELESS, offered
 from wirecall.mcp.server.catalog import Catalog
 from wirecall.mcp.server.messages import ClientAnswer, Id, Incoming, error_object
-from wirecall.mcp.server.peer import Linked, Outlet, Peer, Session, named_client
+from wirecall.mcp.server.peer import Outlet, Peer, Session, named_client
 from wirecall.mcp.server.server import Server, ServerInfo
 from wirecall.protocol.messages import Arrived, Envelope, Invalid, encode
 from wirecall.protocol.sender import Sender
@@ -66,8 +65,6 @@ _CHANGES = {
     "notifications/prompts/list_changed": ("prompts",),
     "notifications/resources/list_changed": ("resources", "resourceTemplates"),
 }
-# The ids of questions differ in every process.
-_questions = count(int.from_bytes(os.urandom(4)) << 20)
 _ANYTHING: dict[Any, object] = {"": None}
 _decode_initialize = msgspec.json.Decoder(types.Initialize).decode
 _decode_text = msgspec.json.Decoder(str).decode
@@ -147,7 +144,13 @@ class Front(Server):
             self.gateway.sealer,
         )
         try:
-            return await relay.answer(message, sender, key, session.revision)
+            return await relay.answer(
+                message,
+                sender,
+                key,
+                session,
+                partial(self._bridge, session, outlet, sender.caller),
+            )
         finally:
             self.gateway.give_back(conversation)
             await relay.outbox.finish()
@@ -174,27 +177,27 @@ class Front(Server):
         outlet: Outlet,
         message: Arrived,
     ) -> None:
-        id = f"gateway-{next(_questions)}"
-        answered: asyncio.Future[Raw | RpcError] = asyncio.get_running_loop().create_future()
-        session.asked[id] = None, answered
-        question = request(None, str(message.method), message.params)
-        head = b'{"jsonrpc":"2.0","id":' + encode(id) + b","
         try:
-            await outlet.send(head + question.removeprefix(b'{"jsonrpc":"2.0",'))
-            async with asyncio.timeout(self._limits.answer_time):
-                found = await answered
-        except (Gone, TimeoutError):
+            found = await ask_client(
+                session, outlet, self._limits, str(message.method), message.params
+            )
+            ending = b'"result":' + one_line(found)
+        except NotCapable:
             conversation.refuse(message)
             return
-        finally:
-            del session.asked[id]
-        if isinstance(found, RpcError):
-            ending = b'"error":' + encode(error_object(found))
-        else:
-            ending = b'"result":' + one_line(found)
+        except RpcError as error:
+            ending = b'"error":' + encode(error_object(error))
         theirs = b'{"jsonrpc":"2.0","id":%b,%b}' % (encode(message.id), ending)
         with suppress(CallFailed):
             await conversation.send(theirs)
+
+    def _bridge(self, session: Session, outlet: Outlet, caller: str) -> Bridge:
+        """Return what asks the client of a call, for a server of another era."""
+
+        def place(is_in_flight: bool) -> AbstractContextManager[None]:
+            return self._questions.place(session, caller, is_in_flight=is_in_flight)
+
+        return Bridge(session, outlet, self._limits, place)
 
 
 class UpstreamFront(Front):
@@ -227,16 +230,7 @@ class UpstreamFront(Front):
         return session, answer(message.id, encode(introduction))
 
     async def respond(
-        self,
-        message: Incoming,
-        session: Session,
-        outlet: Outlet,
-        sender: Sender,
-        *,
-        params: Any = None,
-        key: str | None = None,
-        position: int | None = None,
-        linked: Linked | None = None,
+        self, message: Incoming, session: Session, outlet: Outlet, sender: Sender, **options: Any
     ) -> bytes | None:
         if isinstance(message, Invalid):
             raise message.error
@@ -244,22 +238,15 @@ class UpstreamFront(Front):
             self.take(message, session)
             return None
         if message.method == "subscriptions/listen":
-            return await super().respond(
-                message,
-                session,
-                outlet,
-                sender,
-                params=params,
-                key=key,
-                position=position,
-                linked=linked,
-            )
+            return await super().respond(message, session, outlet, sender, **options)
         upstream = self._upstream
         if message.method == "server/discover":
             async with self.gateway.conversation(upstream, sender.caller, session) as conversation:
                 if conversation.revision not in STATELESS:
                     return self._discovered(message, conversation)
-        answered = await self.relayed(upstream, message, session, outlet, sender, key)
+        answered = await self.relayed(
+            upstream, message, session, outlet, sender, options.get("key")
+        )
         if message.method == "resources/subscribe" and answered and b'"result"' in answered:
             session.subscriptions.add(_uri_of(message))
         return answered
@@ -355,32 +342,16 @@ class MergedFront(Front):
     # --- calls ------------------------------------------------------------------------------------
 
     async def respond(
-        self,
-        message: Incoming,
-        session: Session,
-        outlet: Outlet,
-        sender: Sender,
-        *,
-        params: Any = None,
-        key: str | None = None,
-        position: int | None = None,
-        linked: Linked | None = None,
+        self, message: Incoming, session: Session, outlet: Outlet, sender: Sender, **options: Any
     ) -> bytes | None:
         if isinstance(message, Envelope) and message.id is not UNSET:
             found = await self._route(message, session, sender)
             if found is not None:
                 upstream, own = found
-                return await self.relayed(upstream, own, session, outlet, sender, key)
-        return await super().respond(
-            message,
-            session,
-            outlet,
-            sender,
-            params=params,
-            key=key,
-            position=position,
-            linked=linked,
-        )
+                return await self.relayed(
+                    upstream, own, session, outlet, sender, options.get("key")
+                )
+        return await super().respond(message, session, outlet, sender, **options)
 
     async def _route(
         self, message: Envelope, session: Session, sender: Sender

@@ -28,13 +28,14 @@ from wirecall.errors import (
     CallFailed,
     Gone,
     InvalidParams,
-    NotCapable,
     RpcError,
     UpstreamUnavailable,
 )
 from wirecall.gateway import translate
-from wirecall.gateway.forward import FORWARD, Forward, Interim, asks, forwarded
+from wirecall.gateway.forward import FORWARD, Forward, Interim, forwarded
+from wirecall.gateway.rounds import STATE_MEMBER, Bridge, Declined, asks, resumed
 from wirecall.gateway.session import START_TIME, Report, UpstreamSession
+from wirecall.gateway.upstream import Slot
 from wirecall.gateway.wire import (
     META,
     answer,
@@ -49,6 +50,7 @@ from wirecall.gateway.wire import (
 from wirecall.logs import logger
 from wirecall.mcp.revisions import REVISIONS, Revision
 from wirecall.mcp.server.messages import Answers, ClientAnswer, Id
+from wirecall.mcp.server.peer import Session
 from wirecall.mcp.server.sessions import Sealer
 from wirecall.mcp.types import (
     KEY_META,
@@ -60,7 +62,7 @@ from wirecall.mcp.types import (
 )
 from wirecall.protocol.messages import Arrived, Envelope, encode
 from wirecall.protocol.sender import Sender
-from wirecall.server.call import Call, Frame
+from wirecall.server.call import Call, Frame, InputRequired
 from wirecall.server.policy import identify
 
 if TYPE_CHECKING:
@@ -70,8 +72,6 @@ if TYPE_CHECKING:
 Ask: TypeAlias = Callable[[], Awaitable[Raw]]
 Send: TypeAlias = Callable[[bytes], Awaitable[None]]
 
-# Seconds for which a client may keep the state of a call that asks.
-STATE = 3600.0
 # Messages of the server that wait for a client that does not read.
 MOST_WAITING = 10_000
 # Pages of a list of tools that are read to find the kind of a tool.
@@ -243,29 +243,40 @@ class Relay:
         message: Envelope,
         sender: Sender,
         key: str | None = None,
-        client: Revision | None = None,
+        client: Session | None = None,
+        bridge: "Callable[[], Bridge] | None" = None,
     ) -> bytes | None:
         """Return the answer to a request; None if the client has cancelled it.
 
-        `client` is the revision of the client, if it may differ from the server's.
+        `client` is that of the request, if its revision may differ from the server's. `bridge`
+        makes what asks it.
         """
         id = message.id
         assert isinstance(id, (int, str))  # `messages.read` has checked it
         task = asyncio.current_task()
-        flying = Flying(False, Forward(self.session, message.params, self._report(message)), task)
+        forward = Forward(
+            self.session,
+            message.method,
+            message.params,
+            self._report(message),
+            sender.caller,
+            self._sealer,
+        )
+        flying = Flying(False, forward, task)
+        revision = self.revision if client is None else client.revision
         if id in self._flying or message.method == "initialize":
             flying.task = None  # it cannot be cancelled by its id
         else:
             self._flying[id] = flying
         try:
-            params = translate.params_for(message.params, client, self.revision)
-            flying.forward.params = self._with_their_state(params, message.method, sender)
+            if bridge is not None and translate.is_older(client, self.revision):
+                forward.bridge = bridge()
+            forward.params = translate.params_for(message.params, client, self.revision)
+            self._resume(forward, revision)
             result = await self._result(message, id, flying, sender, key)
-            if asks(Raw(result)):
-                result = self._asking(result, message.method, sender, client)
             return answer(id, translate.result_for(result, client, self.revision, self.session))
         except RpcError as error:
-            return self._answers.failure(id, self._worded(flying, error), client or self.revision)
+            return self._answers.failure(id, self._worded(flying, error), revision)
         except asyncio.CancelledError:
             if task is None or not flying.is_cancelled or task.cancelling() > 1:
                 raise
@@ -276,40 +287,19 @@ class Relay:
                 del self._flying[id]
             self.outbox.drop(("progress", id))
 
-    # --- questions of a server without requests (2026-07-28) --------------------------------------
-
-    def _asking(self, result: bytes, method: str, sender: Sender, client: Revision | None) -> bytes:
-        """Return the questions of a server, with its state inside a sealed one of this caller."""
-        if client is not None and not client.is_stateless:
-            raise NotCapable("the server asks, and the gateway has not declared that it may")
-        if self._sealer is None:
-            return result
-        members: dict[str, Any] = {**members_of(Raw(result))}
-        state = members.get("requestState")
-        if state is None:
-            return result
-        sealed = self._sealer.seal(f"{self.upstream.name} {method}", sender.caller, state, STATE)
-        return bytes(raw_of({**members, "requestState": sealed}))
-
-    def _with_their_state(
-        self, params: Raw | UnsetType, method: str, sender: Sender
-    ) -> Raw | UnsetType:
-        """Return params with the server's own state in place of the sealed one."""
-        if self._sealer is None or params is UNSET or bytes(params).find(b"requestState") < 0:
-            return params
-        stated = members_of(params).get("requestState")
-        if stated is None:
-            return params
-        try:
-            text = _decode_text(stated)
-        except msgspec.DecodeError:
-            raise InvalidParams("params.requestState: expected a string", ran="no") from None
-        found = self._sealer.open(f"{self.upstream.name} {method}", sender.caller, text)
-        if found is None:
-            raise BadInput(
-                "requestState: it was not issued for this call, or has expired", ran="no"
-            )
-        return with_member(params, "requestState", found.value)
+    def _resume(self, forward: Forward, client: Revision | None) -> None:
+        """Take the state of a further round: the server gets its own, and the record its key."""
+        params = forward.params
+        if self._sealer is None or client is None or not client.is_stateless:
+            return
+        if params is UNSET or bytes(params).find(STATE_MEMBER.encode()) < 0:
+            return
+        if STATE_MEMBER not in members_of(params):
+            return
+        label = self.upstream.origin.label
+        forward.params, forward.leg, forward.follows = resumed(
+            self._sealer, forward.caller, label, forward.method, params
+        )
 
     def _worded(self, flying: Flying, error: RpcError) -> RpcError:
         """Return an error for the client: the server's own words, if it has sent the error."""
@@ -332,14 +322,18 @@ class Relay:
             if method == "initialize":
                 async with asyncio.timeout(START_TIME):
                     return await self.session.initialize(params)
-            return await self.session.ask(
-                method, params, report=flying.forward.report, on_sent=flying.forward.note
-            )
+            return await flying.forward.send()
 
         result = await self._again(flying, ask, repeats=method in _READS)
         if method == "tools/list":
             self.upstream.learn(result, is_first="cursor" not in members_of(params))
         self.session.note(method, params)
+        return self._read(flying.forward, result)
+
+    def _read(self, forward: Forward, result: Raw) -> bytes:
+        """Return the result of a request that only reads, or its questions."""
+        if asks(result):
+            return forward.questions(result)
         return bytes(result)
 
     def _speak_for(self, params: Raw | UnsetType) -> None:
@@ -363,11 +357,15 @@ class Relay:
         for is_last in (not repeats, True):
             try:
                 await upstream.places.take()
+                slot = flying.forward.slot = Slot(upstream.places)
                 try:
                     await self.session.ready()
                     return await ask()
                 finally:
-                    upstream.places.give_back()
+                    if slot.is_held:
+                        upstream.places.give_back()
+            except Declined:
+                raise
             except RpcError as error:
                 if not isinstance(error, UpstreamUnavailable) or error.is_remote:
                     flying.forward.error = error
@@ -396,9 +394,13 @@ class Relay:
             raise InvalidParams(f"the tool {call.name[:100]!r} is denied here", ran="no")
         await self._know(call.name, params)
         if self.upstream.use_of(call.name) == "again":
-            return bytes(await self._again(flying, flying.forward.send, repeats=True))
+            return self._read(
+                flying.forward, await self._again(flying, flying.forward.send, repeats=True)
+            )
         refuse_doubles(message.params)
         flying.is_command = True
+        if flying.forward.bridge is not None:
+            flying.forward.bridge.is_command = True
         return await self._command(id, call, flying, sender, key)
 
     async def _know(self, name: str, params: Raw | UnsetType) -> None:
@@ -437,6 +439,17 @@ class Relay:
         key, digest = identify(
             arguments, params.stated_key, params.idempotency_key, params.key, header
         )
+        forward = flying.forward
+        follows: str | None = None
+        if forward.leg is not None:
+            if key not in (None, forward.leg.key):
+                raise BadInput(
+                    "requestState: the call began with another idempotency key, or without one",
+                    ran="no",
+                )
+            key = forward.leg.key
+            if forward.leg.has_record:
+                follows = forward.follows
         call = Call(
             method,
             Frame(sender),
@@ -446,12 +459,15 @@ class Relay:
             key=key,
             keyless=method.key != "off",
             digest=digest,
-            values={FORWARD: flying.forward},
+            values={FORWARD: forward},
+            follows=follows,
         )
         try:
             result = await self._dispatcher().call(call)
         except Interim as asked:
             return bytes(asked.result)
+        except InputRequired as asked:
+            return asked.interim
         marks: dict[str, Any] = {}
         if call.replayed:
             marks[REPLAYED_META] = True
@@ -558,6 +574,8 @@ async def cancel(requests: dict[Id, Flying], params: Raw | UnsetType) -> None:
     if not flying.is_command and sent is not None:
         session.give_up(sent)
     flying.task.cancel()
+    if flying.forward.bridge is not None:
+        flying.forward.bridge.close()
     if sent is not None and (not flying.is_command or is_meant(params)):
         await session.cancel(sent, params)
 

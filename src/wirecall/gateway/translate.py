@@ -4,7 +4,7 @@ A client and a server of one era are passed on to each other as they are. Betwee
 members change:
 
     to a server with a handshake   the envelope is taken out of `_meta`
-    to a server without one        an envelope of the gateway is put into `_meta`
+    to a server without one        an envelope is put into `_meta`: what the client has declared
     to a client without one        `resultType` and the name of the server are added
     to a client with a handshake   `resultType`, `ttlMs` and `cacheScope` are taken out
 """
@@ -16,12 +16,13 @@ from msgspec import UNSET, Raw, UnsetType
 
 from wirecall.gateway.wire import META, members_of, raw_of
 from wirecall.mcp.revisions import STATELESS, Revision
-from wirecall.mcp.types import PREFIX
+from wirecall.mcp.types import PREFIX, TASKS
 from wirecall.protocol.messages import encode
 from wirecall.version import __version__
 
 if TYPE_CHECKING:
     from wirecall.gateway.session import UpstreamSession
+    from wirecall.mcp.server.peer import Session
 
 # How the gateway describes itself to servers.
 ME: dict[str, Any] = {"name": "wirecall-gateway", "version": __version__}
@@ -40,20 +41,45 @@ def envelope() -> Raw:
     return raw_of({META: _ENVELOPE})
 
 
-def _crosses(client: Revision | None, server: Revision | None) -> bool:
+def envelope_of(client: "Session") -> dict[str, Any]:
+    """Return the envelope for a client with a handshake: what it declared, and its log level."""
+    capabilities: dict[str, Any] = {**client.capabilities}
+    extensions = {
+        id: settings
+        for id, settings in client.extensions.items()
+        if id != TASKS  # a client with a handshake cannot ask for the task
+    }
+    capabilities.pop("extensions", None)
+    if extensions:
+        capabilities["extensions"] = extensions
+    members = {
+        **_ENVELOPE,
+        f"{PREFIX}clientCapabilities": capabilities,
+        f"{PREFIX}clientInfo": client.client or ME,
+    }
+    if client.level is not None:
+        members[f"{PREFIX}logLevel"] = client.level
+    return members
+
+
+def _crosses(client: "Session | None", server: Revision | None) -> bool:
     """Return whether client and server are of two eras."""
     if client is None or server is None:
         return False
-    return client.is_stateless is not server.is_stateless
+    return client.revision.is_stateless is not server.is_stateless
+
+
+def is_older(client: "Session | None", server: Revision | None) -> bool:
+    """Return whether the client has a handshake, and the server has none."""
+    return _crosses(client, server) and server in STATELESS
 
 
 def params_for(
-    params: Raw | UnsetType, client: Revision | None, server: Revision | None
+    params: Raw | UnsetType, client: "Session | None", server: Revision | None
 ) -> Raw | UnsetType:
     """Return the params of a client for a server."""
-    if not _crosses(client, server):
+    if client is None or server is None or not _crosses(client, server):
         return params
-    assert server is not None
     members: dict[str, Any] = {**members_of(params)}
     meta: dict[str, Any] = {
         name: value
@@ -61,7 +87,7 @@ def params_for(
         if not name.startswith(PREFIX)
     }
     if server.is_stateless:
-        meta |= _ENVELOPE
+        meta |= envelope_of(client)
     members.pop(META, None)
     if meta:
         members[META] = raw_of(meta)
@@ -70,16 +96,15 @@ def params_for(
 
 def result_for(
     result: bytes,
-    client: Revision | None,
+    client: "Session | None",
     server: Revision | None,
     session: "UpstreamSession",
 ) -> bytes:
     """Return the result of a server for a client."""
-    if not _crosses(client, server):
+    if client is None or not _crosses(client, server):
         return result
-    assert client is not None
     members: dict[str, Any] = {**members_of(Raw(result))}
-    if not client.is_stateless:
+    if not client.revision.is_stateless:
         for name in _NEWER:
             members.pop(name, None)
         return encode(members)

@@ -221,13 +221,15 @@ class Places:
         self._waiting = 0
 
     @asynccontextmanager
-    async def one(self) -> AsyncIterator[None]:
+    async def one(self) -> "AsyncIterator[Slot]":
         """Hold a place in the block. Raises `NotSent` if too many calls wait for one."""
         await self.take()
+        slot = Slot(self)
         try:
-            yield
+            yield slot
         finally:
-            self.give_back()
+            if slot.is_held:
+                self.give_back()
 
     async def take(self) -> None:
         """Wait for a place. `give_back` must follow."""
@@ -244,6 +246,23 @@ class Places:
         """Free a place."""
         self.taken -= 1
         self._free.release()
+
+
+class Slot:
+    """The place of one call, which is free for others while the call waits for its client."""
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self.is_held = True
+
+    @asynccontextmanager
+    async def aside(self) -> AsyncIterator[None]:
+        """Give the place up in the block. Raises `NotSent` if there is none after it."""
+        self._places.give_back()
+        self.is_held = False
+        yield
+        await self._places.take()
+        self.is_held = True
 
 
 # --- its tools ------------------------------------------------------------------------------------

@@ -216,6 +216,8 @@ class Call(Struct, eq=False):
     digest: bytes | None = None
     # The MCP client, if it made the call.
     peer: Remote | None = None
+    # The state of the previous round of a call that is passed on. Its record must exist.
+    follows: str | None = None
     # Set if the call can become a task.
     task: Detachable | None = None
     # Makes the call's result from the function's value, if they differ.

@@ -317,7 +317,7 @@ class Questions:
         self._waiting: Counter[str] = Counter()
 
     @contextmanager
-    def place(self, session: Session, caller: str) -> Iterator[None]:
+    def place(self, session: Session, caller: str, *, is_in_flight: bool = True) -> Iterator[None]:
         """Count a call as waiting, and not as in flight.
 
         Raises `Busy` if too many of its session or caller wait.
@@ -336,7 +336,9 @@ class Questions:
         session.waiting += 1
         self._waiting[caller] += 1
         try:
-            with self._dispatcher().set_aside(caller):
+            with ExitStack() as aside:
+                if is_in_flight:
+                    aside.enter_context(self._dispatcher().set_aside(caller))
                 yield
         finally:
             session.waiting -= 1
