@@ -339,7 +339,7 @@ async def test_client_that_ends_while_it_is_asked_runs_nothing(tmp_path: Path, g
 
 
 async def test_call_that_waits_for_its_client_has_no_place(tmp_path: Path) -> None:
-    """A person may take an hour: others are served meanwhile, by `in_flight = 1` as well."""
+    """A person may take an hour: other calls are served in that time, with `in_flight = 1` as well."""
     answered = asyncio.Event()
 
     async def elicit(_: Any) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from wirecall.errors import (
     ProtocolError,
     RpcError,
 )
+from wirecall.gateway import tasks
 from wirecall.gateway.rounds import STATE, Bridge, Declined, Leg, about, asks, paused
 from wirecall.gateway.session import Report, Sent, UpstreamSession
 from wirecall.gateway.upstream import Slot, Upstream
@@ -73,6 +74,8 @@ class Forward(Struct, eq=False):
     sealer: "Sealer | None" = None
     # Asks a client of another era. None: the client gets the questions itself.
     bridge: Bridge | None = None
+    # The client has not declared tasks.
+    awaits_tasks: bool = False
     # The state of a further round, and what it says.
     follows: str | None = None
     leg: Leg | None = None
@@ -94,15 +97,25 @@ class Forward(Struct, eq=False):
                 result = await self.session.ask(
                     self.method, params, report=self.report, on_sent=self.note
                 )
-            if self.bridge is None or not asks(result):
-                return result
-            assert self.slot is not None
-            async with self.slot.aside():
-                params = await self.bridge.next_round(params, result)
+            if self.bridge is not None and asks(result):
+                assert self.slot is not None
+                async with self.slot.aside():
+                    params = await self.bridge.next_round(params, result)
+                continue
+            if self.awaits_tasks and tasks.is_task(result):
+                async with asyncio.timeout(timeout):
+                    return await tasks.outcome(self.session, result, params, self.report)
+            return result
 
     def note(self, sent: Sent) -> None:
         """Remember the request, so that it can be cancelled."""
         self.sent = sent
+
+    def task(self, result: Raw) -> Raw:
+        """Return a result as its client gets it: the id of a task is sealed."""
+        if self.sealer is None or not tasks.is_task(result):
+            return result
+        return tasks.sealed(self.sealer, self.caller, self.session.upstream.origin.label, result)
 
     def questions(self, result: Raw, *, key: str | None = None, has_record: bool = False) -> bytes:
         """Return the questions of the server as its client gets them."""
@@ -170,7 +183,7 @@ async def once(upstream: Upstream, forward: Forward, key: str | None) -> bytes:
     """Send a command once; return its result, or raise what its end means."""
     timeout = upstream.origin.timeout
     try:
-        result = await forward.send(timeout)
+        result = forward.task(await forward.send(timeout))
     except Declined:
         raise
     except RpcError as error:

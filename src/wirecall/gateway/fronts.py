@@ -6,6 +6,7 @@ as the upstream's `share` says. Such a conversation declares nothing, so its ser
 """
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,29 +14,33 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import UNSET, Raw, structs
 
+from wirecall.aio import Signal
 from wirecall.errors import (
     CallFailed,
+    Gone,
     InvalidParams,
     InvalidRequest,
     NotCapable,
     RpcError,
     UpstreamUnavailable,
 )
+from wirecall.gateway import tasks
 from wirecall.gateway.offers import NAMED, Merged, beginning, merged
 from wirecall.gateway.relay import Flying, Relay, cancel
 from wirecall.gateway.rounds import Bridge, ask_client
-from wirecall.gateway.session import UpstreamSession
+from wirecall.gateway.session import INITIALIZED, UpstreamSession
 from wirecall.gateway.translate import envelope
 from wirecall.gateway.wire import answer, members_of, one_line, raw_of, with_member
 from wirecall.logs import logger
 from wirecall.mcp import types
 from wirecall.mcp.revisions import STATELESS, offered
 from wirecall.mcp.server.catalog import Catalog
+from wirecall.mcp.server.changes import MAX_SUBSCRIPTIONS, Hub
 from wirecall.mcp.server.messages import ClientAnswer, Id, Incoming, error_object
 from wirecall.mcp.server.peer import Outlet, Peer, Session, named_client
 from wirecall.mcp.server.server import Server, ServerInfo
 from wirecall.protocol.messages import Arrived, Envelope, Invalid, encode
-from wirecall.protocol.sender import Sender
+from wirecall.protocol.sender import ANONYMOUS, Sender
 from wirecall.server.method import Registry
 from wirecall.version import __version__
 
@@ -59,6 +64,7 @@ _LISTS = {
     "resources/list": "resources",
     "resources/templates/list": "resourceTemplates",
 }
+_SUBSCRIBING = ("resources/subscribe", "resources/unsubscribe")
 _METHODS = {kind: method for method, kind in _LISTS.items()}
 _CHANGES = {
     "notifications/tools/list_changed": ("tools",),
@@ -67,6 +73,7 @@ _CHANGES = {
 }
 _ANYTHING: dict[Any, object] = {"": None}
 _decode_initialize = msgspec.json.Decoder(types.Initialize).decode
+_decode_listen = msgspec.json.Decoder(types.Listen).decode
 _decode_text = msgspec.json.Decoder(str).decode
 
 
@@ -91,7 +98,9 @@ class Front(Server):
         )
         self.in_lane = self._in_lane
         # The requests of each session that are not answered yet.
-        self._flying: dict[str, dict[Id, Flying]] = {}
+        self._flying: dict[object, dict[Id, Flying]] = {}
+        # The resources that sessions have subscribed to: their upstream, and their URI there.
+        self._watched: dict[tuple[object, str], tuple[Upstream, str]] = {}
 
     def _in_lane(self, message: tuple[Incoming, Any]) -> bool:
         params = message[1]
@@ -101,15 +110,86 @@ class Front(Server):
         """Return whether a tool of an upstream changes something."""
         raise NotImplementedError
 
+    def own_uri(self, upstream: "Upstream", uri: str) -> str:
+        """Return the URI of an upstream's resource as clients know it."""
+        raise NotImplementedError
+
     def take(self, message: "Envelope | ClientAnswer", session: Session) -> bool:
         """Take a notification: a cancellation ends a request of the same session."""
-        if isinstance(message, ClientAnswer) or message.method != "notifications/cancelled":
+        if isinstance(message, ClientAnswer):
             return super().take(message, session)
-        requests = self._flying.get(session.id or "")
+        if message.method != "notifications/cancelled":
+            self.pass_on(message, session)
+            return super().take(message, session)
+        requests = self._flying.get(_key_of(session))
         if requests is None:
             return False
         self.gateway.start(cancel(requests, message.params))
         return True
+
+    def pass_on(self, message: Envelope, session: Session) -> None:
+        """Pass a notification on to the server that the session owns, if there is one."""
+
+    def ended(self, session: Session) -> None:
+        """End what the session of a client had at the upstreams."""
+        self.gateway.start(self.gateway.end_owned(session))
+        for uri in session.subscriptions:
+            found = self._watched.pop((_key_of(session), uri), None)
+            if found is not None:
+                upstream, theirs = found
+                caller = session.caller or ANONYMOUS
+                self.gateway.start(self.gateway.unwatch(upstream, caller, session, theirs))
+
+    # --- subscriptions ----------------------------------------------------------------------------
+
+    async def subscribed_to(
+        self, upstream: "Upstream", theirs: str, message: Envelope, session: Session, caller: str
+    ) -> None:
+        """Subscribe to a resource of an upstream for a session, once, or end that."""
+        gateway = self.gateway
+        if gateway.has_singles(upstream):
+            raise InvalidRequest(
+                f'{upstream.name}: share = "call" ends the session after each call, so it has no '
+                "subscriptions",
+                ran="no",
+            )
+        uri = _uri_of(message)
+        place = (_key_of(session), uri)
+        if message.method == "resources/unsubscribe":
+            if self._watched.pop(place, None) is not None:
+                await gateway.unwatch(upstream, caller, session, theirs)
+        elif place not in self._watched:
+            async with gateway.conversation(upstream, caller, session) as conversation:
+                await self._reached(upstream, conversation.watch(theirs))
+            self._watched[place] = upstream, theirs
+
+    async def _reached(self, upstream: "Upstream", work: "Coroutine[Any, Any, None]") -> None:
+        try:
+            await work
+        except CallFailed as error:
+            raise upstream.unavailable(str(error)) from error
+
+    async def listened(
+        self,
+        places: "list[tuple[Upstream, str]]",
+        session: Session,
+        caller: str,
+        listening: "Callable[[], Coroutine[Any, Any, bytes | None]]",
+    ) -> bytes | None:
+        """Await a stream of changes (2026-07-28), subscribed to the resources that it names."""
+        watched: list[tuple[Upstream, str]] = []
+        try:
+            for upstream, uri in places:
+                with suppress(RpcError, CallFailed):
+                    async with self.gateway.conversation(upstream, caller, session) as conversation:
+                        await conversation.watch(uri)
+                    watched.append((upstream, uri))
+            return await listening()
+        finally:
+            for upstream, uri in watched:
+                self.gateway.start(self.gateway.unwatch(upstream, caller, session, uri))
+
+    # --- requests that are passed on --------------------------------------------------------------
 
     async def relayed(
         self,
@@ -121,28 +201,20 @@ class Front(Server):
         key: str | None,
     ) -> bytes | None:
         """Pass a request on to an upstream; return the answer."""
-        if message.method == "resources/subscribe" and self.gateway.has_singles(upstream):
-            raise InvalidRequest(
-                f'{upstream.name}: share = "call" ends the session after each call, so it has no '
-                "subscriptions",
-                ran="no",
-            )
-        conversation = await self.gateway.borrow(upstream, sender.caller, session)
-        requests: dict[Id, Flying] = {}
-        if session.id is not None:
-            if len(self._flying) >= MOST_SESSIONS:
-                del self._flying[next(iter(self._flying))]
-            requests = self._flying.setdefault(session.id, {})
-        if self.gateway.is_owned(upstream, session):
-            conversation.on_request = partial(self._asked, conversation, session, outlet)
+        gateway = self.gateway
+        conversation = await gateway.borrow(upstream, sender.caller, session)
+        if session.level is not None and not gateway.is_owned(upstream, session):
+            await gateway.want_level(upstream, sender.caller, session, session.level)
+        if len(self._flying) >= MOST_SESSIONS:
+            del self._flying[next(iter(self._flying))]
+        place = _key_of(session)
+        requests = self._flying.setdefault(place, {})
+        if gateway.is_owned(upstream, session):
+            conversation.on_request = partial(self._asked, conversation, session)
         relay = Relay(
-            conversation,
-            self.gateway._serving,
-            self.answers,
-            outlet.send,
-            requests,
-            self.gateway.sealer,
+            conversation, gateway._serving, self.answers, outlet.send, requests, gateway.sealer
         )
+        conversation.hearers[relay.outbox] = session, outlet
         try:
             return await relay.answer(
                 message,
@@ -152,22 +224,19 @@ class Front(Server):
                 partial(self._bridge, session, outlet, sender.caller),
             )
         finally:
-            self.gateway.give_back(conversation)
+            del conversation.hearers[relay.outbox]
+            gateway.give_back(conversation)
             await relay.outbox.finish()
-            if session.id is not None and not requests:
-                self._flying.pop(session.id, None)
+            if not requests and self._flying.get(place) is requests:
+                del self._flying[place]
 
-    def _asked(
-        self,
-        conversation: UpstreamSession,
-        session: Session,
-        outlet: Outlet,
-        message: Arrived,
-    ) -> None:
-        """Pass a question of a server on to its one client, through the call that waits."""
-        if not self._flying.get(session.id or ""):
-            conversation.refuse(message)
-            return
+    def _asked(self, conversation: UpstreamSession, session: Session, message: Arrived) -> None:
+        """Pass a question of a server on to its one client."""
+        outlet: Outlet = Standing(self.hub, session)
+        # A call that waits has a stream. Otherwise the client may have a standing one.
+        for hearer, own in conversation.hearers.values():
+            if hearer is session:
+                outlet = own
         self.gateway.start(self._ask(conversation, session, outlet, message))
 
     async def _ask(
@@ -198,6 +267,36 @@ class Front(Server):
             return self._questions.place(session, caller, is_in_flight=is_in_flight)
 
         return Bridge(session, outlet, self._limits, place)
+
+
+def _key_of(session: Session) -> object:
+    """Return what a session is known by. On a pipe all requests share the calls in flight."""
+    return session.id or id(session.calls)
+
+
+class Standing:
+    """Sends messages to a session on its standing stream, outside of its calls."""
+
+    is_shared = True
+    is_stream = False
+
+    def __init__(self, hub: Hub, session: Session) -> None:
+        self.stopping = Signal()
+        self.replayed: list[Id] = []
+        self._hub = hub
+        self._session = session
+
+    async def send(self, message: bytes) -> None:
+        """Send a message. Raises `Gone` if the session has no standing stream."""
+        if not self._hub.tell(message, lambda session: session is self._session):
+            raise Gone("the client has no standing stream")
+
+    async def hang_up(self, retry: float) -> None:
+        """Do nothing: a client opens a standing stream as it likes."""
+
+    async def until_left(self, patience: float) -> None:
+        """Wait: a client may open its stream again."""
+        await self.stopping.wait()
 
 
 class UpstreamFront(Front):
@@ -237,19 +336,55 @@ class UpstreamFront(Front):
         if isinstance(message, ClientAnswer) or message.id is UNSET:
             self.take(message, session)
             return None
-        if message.method == "subscriptions/listen":
-            return await super().respond(message, session, outlet, sender, **options)
         upstream = self._upstream
-        if message.method == "server/discover":
+        method = message.method
+        # Awaited only if the gateway answers by itself.
+        own = partial(super().respond, message, session, outlet, sender, **options)
+        if method == "subscriptions/listen":
+            places = [(upstream, uri) for uri in _listened(message)]
+            return await self.listened(places, session, sender.caller, own)
+        if method in _SUBSCRIBING and not self.gateway.is_owned(upstream, session):
+            await self.subscribed_to(upstream, _uri_of(message), message, session, sender.caller)
+            return await own()
+        if method == "logging/setLevel" and await self._levels(session, sender.caller):
+            answered = await own()
+            if session.level is not None:
+                await self.gateway.want_level(upstream, sender.caller, session, session.level)
+            return answered
+        if method == "server/discover":
             async with self.gateway.conversation(upstream, sender.caller, session) as conversation:
                 if conversation.revision not in STATELESS:
                     return self._discovered(message, conversation)
         answered = await self.relayed(
             upstream, message, session, outlet, sender, options.get("key")
         )
-        if message.method == "resources/subscribe" and answered and b'"result"' in answered:
+        if method == "resources/subscribe" and answered and b'"result"' in answered:
             session.subscriptions.add(_uri_of(message))
         return answered
+
+    async def _levels(self, session: Session, caller: str) -> bool:
+        """Return whether the gateway keeps the log levels of the clients of a server."""
+        if self.gateway.is_owned(self._upstream, session):
+            return False
+        async with self.gateway.conversation(self._upstream, caller, session) as conversation:
+            return "logging" in conversation.described()["capabilities"]
+
+    def own_uri(self, upstream: "Upstream", uri: str) -> str:
+        return uri
+
+    def pass_on(self, message: Envelope, session: Session) -> None:
+        gateway = self.gateway
+        if message.method == INITIALIZED or not gateway.is_owned(self._upstream, session):
+            return
+        gateway.start(self._pass_on(message, session))
+
+    async def _pass_on(self, message: Envelope, session: Session) -> None:
+        with suppress(RpcError, CallFailed):
+            async with self.gateway.conversation(
+                self._upstream, session.caller or ANONYMOUS, session
+            ) as conversation:
+                if conversation.revision is session.revision:
+                    await conversation.notify(message.method, message.params)
 
     def _discovered(self, message: Envelope, conversation: UpstreamSession) -> bytes:
         """Return the answer to `server/discover` for an upstream that does not have it."""
@@ -275,6 +410,7 @@ class MergedFront(Front):
         super().__init__(gateway, "gateway")
         for method, kind in _LISTS.items():
             self.add(method, partial(self._merged_list, kind), types.ListPage)
+        self.offer(types.TASKS, {}, revisions=STATELESS, is_needed=self._has_tasks)
         # The last tables that clients have seen, by kind and by the unit of sharing.
         self._tables: dict[tuple[str, str], Merged] = {}
 
@@ -287,6 +423,10 @@ class MergedFront(Front):
         return not places or any(
             self.gateway.upstreams[place.server].use_of(place.name) == "once" for place in places
         )
+
+    def _has_tasks(self) -> bool:
+        upstreams = self.gateway.upstreams.values()
+        return any(types.TASKS in upstream.extensions for upstream in upstreams)
 
     # --- lists ------------------------------------------------------------------------------------
 
@@ -344,19 +484,55 @@ class MergedFront(Front):
     async def respond(
         self, message: Incoming, session: Session, outlet: Outlet, sender: Sender, **options: Any
     ) -> bytes | None:
-        if isinstance(message, Envelope) and message.id is not UNSET:
-            found = await self._route(message, session, sender)
-            if found is not None:
-                upstream, own = found
-                return await self.relayed(
-                    upstream, own, session, outlet, sender, options.get("key")
-                )
-        return await super().respond(message, session, outlet, sender, **options)
+        # Awaited only if the gateway answers by itself.
+        own = partial(super().respond, message, session, outlet, sender, **options)
+        if not isinstance(message, Envelope) or message.id is UNSET:
+            return await own()
+        if message.method == "subscriptions/listen":
+            places = await self._places_of(_listened(message), session, sender)
+            return await self.listened(places, session, sender.caller, own)
+        found = await self._route(message, session, sender)
+        if found is None:
+            answered = await own()
+            if message.method == "logging/setLevel" and session.level is not None:
+                for upstream in self.gateway.upstreams.values():
+                    await self.gateway.want_level(upstream, sender.caller, session, session.level)
+            return answered
+        upstream, theirs = found
+        if message.method in _SUBSCRIBING:
+            await self.subscribed_to(upstream, _uri_of(theirs), message, session, sender.caller)
+            return await own()
+        return await self.relayed(upstream, theirs, session, outlet, sender, options.get("key"))
+
+    async def _places_of(
+        self, uris: list[str], session: Session, sender: Sender
+    ) -> "list[tuple[Upstream, str]]":
+        """Return where some resources are. Those that are nowhere are left out."""
+        found: list[tuple[Upstream, str]] = []
+        for uri in uris:
+            with suppress(RpcError):
+                place = await self._place("resources", Raw(encode(uri)), session, sender)
+                found.append((self.gateway.upstreams[place.server], place.name))
+        return found
+
+    def own_uri(self, upstream: "Upstream", uri: str) -> str:
+        for (kind, _), table in self._tables.items():
+            if kind == "resources":
+                for own, place in table.places.items():
+                    if place.server == upstream.name and place.name == uri:
+                        return own
+        return uri
 
     async def _route(
         self, message: Envelope, session: Session, sender: Sender
     ) -> "tuple[Upstream, Envelope] | None":
         """Return the upstream of a request, and the request with the name there."""
+        if message.method in tasks.METHODS:
+            label = tasks.named(self.gateway.sealer, sender.caller, message.params).label
+            for upstream in self.gateway.upstreams.values():
+                if upstream.origin.label == label:
+                    return upstream, message
+            raise InvalidParams("taskId: its server is no longer here", ran="no")
         members = members_of(message.params)
         if message.method == "completion/complete":
             ref = members_of(members.get("ref", UNSET))
@@ -377,8 +553,6 @@ class MergedFront(Front):
         kind, member = known
         place = await self._place(kind, members.get(member), session, sender)
         upstream = self.gateway.upstreams[place.server]
-        if message.method == "resources/subscribe":
-            session.subscriptions.add(_uri_of(message))
         return upstream, _with(message, member, Raw(encode(place.name)))
 
     async def _place(self, kind: str, stated: Raw | None, session: Session, sender: Sender) -> Any:
@@ -434,7 +608,7 @@ class MergedFront(Front):
         return structs.replace(best, name=uri)
 
 
-def changed(front: Front, message: Arrived) -> None:
+def changed(front: Front, upstream: "Upstream", message: Arrived) -> None:
     """Tell the clients of a front what has changed at an upstream."""
     for kind in _CHANGES.get(str(message.method), ()):
         if kind != "resourceTemplates":
@@ -442,7 +616,30 @@ def changed(front: Front, message: Arrived) -> None:
     if message.method == "notifications/resources/updated" and message.params is not UNSET:
         uri = members_of(message.params).get("uri")
         if uri is not None:
-            front.hub.notify("updated", _decode_text(uri))
+            front.hub.notify("updated", front.own_uri(upstream, _decode_text(uri)))
+
+
+def level_of(message: Arrived) -> str:
+    """Return the level of a log message."""
+    stated = members_of(message.params).get("level", b"null")
+    try:
+        level = _decode_text(stated)
+    except msgspec.DecodeError:
+        return "info"
+    return level if level in types.LEVELS else "info"
+
+
+def wants_level(session: Session, level: str) -> bool:
+    """Return whether a client gets log messages of a level.
+
+    Without a level of its own, it gets them from `info` on, and none at 2026-07-28.
+    """
+    least = session.level
+    if least is None:
+        if session.revision.is_stateless:
+            return False
+        least = "info"
+    return types.LEVELS.index(level) >= types.LEVELS.index(least)
 
 
 async def read_list(session: UpstreamSession, kind: str) -> list[Raw]:
@@ -476,6 +673,15 @@ def offers(described: dict[str, Any], kind: str) -> bool:
 
 def _with(message: Envelope, member: str, value: Raw) -> Envelope:
     return structs.replace(message, params=with_member(message.params, member, value))
+
+
+def _listened(message: Envelope) -> list[str]:
+    """Return the resources that a stream of changes asks for."""
+    try:
+        params = _decode_listen(b"{}" if message.params is UNSET else message.params)
+    except msgspec.DecodeError:
+        return []  # the request is refused for its params
+    return params.notifications.resource_subscriptions[:MAX_SUBSCRIPTIONS]
 
 
 def _uri_of(message: Envelope) -> str:

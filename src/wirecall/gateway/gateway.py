@@ -29,20 +29,25 @@ from wirecall.gateway.fronts import (
     UpstreamFront,
     changed,
     kinds_of,
+    level_of,
     offers,
     read_list,
+    wants_level,
 )
 from wirecall.gateway.offers import NAMED
 from wirecall.gateway.origins import origin_of
 from wirecall.gateway.session import UpstreamSession, Wishes
 from wirecall.gateway.settings import GatewaySettings, UpstreamSettings
 from wirecall.gateway.upstream import REAL, Places, Upstream
+from wirecall.gateway.wire import request
 from wirecall.ledger.base import LedgerDown, State
 from wirecall.logs import announce, escaped
 from wirecall.mcp.revisions import HANDSHAKE, REVISIONS
 from wirecall.mcp.server.peer import Session
 from wirecall.mcp.server.sessions import Sealer
+from wirecall.mcp.types import LEVELS
 from wirecall.protocol.messages import Arrived, encode
+from wirecall.protocol.sender import ANONYMOUS
 from wirecall.transports.reaper import Reaper
 from wirecall.transports.request import HttpError, HttpRequest
 from wirecall.version import __version__
@@ -98,6 +103,8 @@ class Gateway(App):
         self._single_places = {name: Places(MOST_SESSIONS) for name in self.upstreams}
         # Of conversations that have ended, for the next ones.
         self._wishes: dict[tuple[str, str], Wishes] = {}
+        # The least log level that clients have asked for, by upstream and unit of sharing.
+        self._levels: dict[tuple[str, str], str] = {}
         # The lists of upstreams: those that are valid, and the last that were seen.
         self._lists: dict[tuple[str, str, str], list[Raw]] = {}
         self.seen: dict[tuple[str, str], list[Raw]] = {}
@@ -235,7 +242,8 @@ class Gateway(App):
     ) -> UpstreamSession:
         unit = key[1]
         conversation = UpstreamSession(upstream)
-        conversation.on_notification = partial(self._notified, upstream, unit)
+        conversation.on_notification = partial(self._notified, conversation, unit)
+        conversation.on_renewed = partial(self._renewed, conversation, unit)
         capabilities: dict[str, Any] = {}
         name: dict[str, str] | None = None
         if unit.startswith(OWN) and client.id is not None:
@@ -249,10 +257,16 @@ class Gateway(App):
             if key in self._wishes:
                 await conversation.repeat(self._wishes[key])
                 del self._wishes[key]
+            if key in self._levels:
+                await conversation.want_level(self._levels[key])
+            if not self.has_singles(upstream):
+                conversation.follow()
         except BaseException:
             await conversation.aclose()
             raise
         upstream.starts.welcome()
+        declared = conversation.described()["capabilities"].get("extensions")
+        upstream.extensions = frozenset(declared or ())
         # The lists of an earlier server do not count.
         for kind in NAMED:
             self._lists.pop((*key, kind), None)
@@ -268,15 +282,102 @@ class Gateway(App):
             del self._conversations[key]
             self.start(_closed(opening))
 
-    def _notified(self, upstream: Upstream, unit: str, message: Arrived) -> None:
-        """Take a notification of an upstream: its lists may have changed."""
-        for kind in kinds_of(message):
+    def _notified(self, conversation: UpstreamSession, unit: str, message: Arrived) -> None:
+        """Take a notification of an upstream: a change, a log message, or one for its owner."""
+        upstream = conversation.upstream
+        kinds = kinds_of(message)
+        for kind in kinds:
             self._lists.pop((upstream.name, unit, kind), None)
             if kind == "tools":
                 upstream.tools = None
-        for front in (self._fronts.get("/mcp"), self._fronts.get(f"/mcp/{upstream.name}")):
-            if front is not None:
-                changed(front, message)
+        fronts = self._fronts_of(upstream)
+        if kinds or message.method == "notifications/resources/updated":
+            for front in fronts:
+                changed(front, upstream, message)
+            return
+        level: str | None = None
+        if message.method == "notifications/message":
+            level = level_of(message)
+        elif not unit.startswith(OWN):
+            return  # nobody has asked for it
+        wants = partial(self._hears, upstream, unit, level)
+        line = request(None, str(message.method), message.params)
+        told: set[int] = set()
+        for outbox, (session, _) in conversation.hearers.items():
+            if id(session) not in told and wants(session):
+                told.add(id(session))
+                outbox.put(line)
+        for front in fronts:
+            front.hub.tell(line, lambda session: id(session) not in told and wants(session))
+
+    def _hears(self, upstream: Upstream, unit: str, level: str | None, session: Session) -> bool:
+        """Return whether a session gets what a conversation tells."""
+        if level is not None and not wants_level(session, level):
+            return False
+        return self._unit(upstream, session.caller or ANONYMOUS, session) == unit
+
+    def _fronts_of(self, upstream: Upstream) -> list[Front]:
+        paths = ("/mcp", f"/mcp/{upstream.name}")
+        return [self._fronts[path] for path in paths if path in self._fronts]
+
+    def _renewed(self, conversation: UpstreamSession, unit: str) -> None:
+        """Read the lists again: another server has taken the place of the first."""
+        name = conversation.upstream.name
+        for kind in NAMED:
+            before = self._lists.pop((name, unit, kind), None)
+            if before is not None:
+                self.start(self._compare(conversation, kind, before))
+
+    async def _compare(self, conversation: UpstreamSession, kind: str, before: list[Raw]) -> None:
+        """Tell clients that a list has changed, if it has."""
+        try:
+            now = await read_list(conversation, kind)
+        except (RpcError, CallFailed):
+            return  # the next client that asks reads it
+        if kind == "tools":
+            now = conversation.upstream.allowed(now)
+        if [bytes(each) for each in now] != [bytes(each) for each in before]:
+            for front in self._fronts_of(conversation.upstream):
+                front.hub.notify("resources" if kind == "resourceTemplates" else kind)
+
+    async def want_level(
+        self, upstream: Upstream, caller: str, session: Session, level: str
+    ) -> None:
+        """Ask an upstream for log messages from this level on, now or when it is reached."""
+        key = (upstream.name, self._unit(upstream, caller, session))
+        known = self._levels.get(key)
+        if known is not None and LEVELS.index(known) <= LEVELS.index(level):
+            return
+        self._levels[key] = level
+        conversation = self._open_one(key)
+        if conversation is not None:
+            await conversation.want_level(level)
+
+    def _open_one(self, key: tuple[str, str]) -> UpstreamSession | None:
+        """Return a conversation that is open."""
+        opening = self._conversations.get(key)
+        if opening is None or not opening.done() or _has_failed(opening):
+            return None
+        return opening.result()
+
+    async def unwatch(self, upstream: Upstream, caller: str, session: Session, uri: str) -> None:
+        """End a subscription of a client. No upstream is reached for that."""
+        key = (upstream.name, self._unit(upstream, caller, session))
+        conversation = self._open_one(key)
+        if conversation is not None:
+            await conversation.unwatch(uri)
+        elif key in self._wishes:
+            self._wishes[key].forget(uri)
+
+    async def end_owned(self, session: Session) -> None:
+        """End the conversations that a session owns: its client has ended it."""
+        for key in [key for key in self._conversations if key[1] == f"{OWN}{session.id}"]:
+            opening = self._conversations.pop(key)
+            await asyncio.wait([opening])
+            if not _has_failed(opening):
+                # A command may still run, although its caller has left.
+                await opening.result().quiet()
+            await _closed(opening)
 
     async def entries(
         self, upstream: Upstream, kind: str, caller: str, session: Session

@@ -31,7 +31,7 @@ from wirecall.errors import (
     RpcError,
     UpstreamUnavailable,
 )
-from wirecall.gateway import translate
+from wirecall.gateway import tasks, translate
 from wirecall.gateway.forward import FORWARD, Forward, Interim, forwarded
 from wirecall.gateway.rounds import STATE_MEMBER, Bridge, Declined, asks, resumed
 from wirecall.gateway.session import START_TIME, Report, UpstreamSession
@@ -48,7 +48,7 @@ from wirecall.gateway.wire import (
     with_meta,
 )
 from wirecall.logs import logger
-from wirecall.mcp.revisions import REVISIONS, Revision
+from wirecall.mcp.revisions import REVISIONS, STATELESS, Revision
 from wirecall.mcp.server.messages import Answers, ClientAnswer, Id
 from wirecall.mcp.server.peer import Session
 from wirecall.mcp.server.sessions import Sealer
@@ -58,6 +58,7 @@ from wirecall.mcp.types import (
     RECOGNISED_META,
     RECORDED_META,
     REPLAYED_META,
+    TASKS,
     Cancelled,
 )
 from wirecall.protocol.messages import Arrived, Envelope, encode
@@ -271,6 +272,7 @@ class Relay:
         try:
             if bridge is not None and translate.is_older(client, self.revision):
                 forward.bridge = bridge()
+            forward.awaits_tasks = client is not None and TASKS not in client.extensions
             forward.params = translate.params_for(message.params, client, self.revision)
             self._resume(forward, revision)
             result = await self._result(message, id, flying, sender, key)
@@ -317,6 +319,8 @@ class Relay:
         self._speak_for(params)
         if method == "tools/call":
             return await self._call(message, id, flying, sender, key)
+        if method in tasks.METHODS and self._sealer is not None and self.revision in STATELESS:
+            return await self._about_task(flying, self._sealer)
 
         async def ask() -> Raw:
             if method == "initialize":
@@ -334,7 +338,19 @@ class Relay:
         """Return the result of a request that only reads, or its questions."""
         if asks(result):
             return forward.questions(result)
-        return bytes(result)
+        return bytes(forward.task(result))
+
+    async def _about_task(self, flying: Flying, sealer: Sealer) -> bytes:
+        """Return the result of a request about a task, which is known here by a sealed id."""
+        forward = flying.forward
+        stated = members_of(forward.params).get("taskId")
+        task = tasks.named(sealer, forward.caller, forward.params)
+        if task.label != self.upstream.origin.label:
+            raise BadInput("taskId: it is a task of another server", ran="no")
+        forward.params = tasks.with_id(forward.params, task.id)
+        repeats = forward.method == "tasks/get"
+        result = await self._again(flying, forward.send, repeats=repeats)
+        return bytes(tasks.with_id(result, stated))
 
     def _speak_for(self, params: Raw | UnsetType) -> None:
         """Use the revision that a request of 2026-07-28 names: over HTTP, headers repeat it."""

@@ -31,7 +31,6 @@ from wirecall.errors import (
     rebuilt,
 )
 from wirecall.gateway.wire import META, members_of, one_line, raw_of
-from wirecall.mcp.client.inbox import ROUNDS, InputRequest
 from wirecall.mcp.server.peer import check_capability, sent
 from wirecall.protocol.messages import UNREADABLE, encode
 from wirecall.server.policy import fingerprint
@@ -43,6 +42,8 @@ if TYPE_CHECKING:
 
 # Seconds for which a client may keep the state of a call that asks.
 STATE = 3600.0
+# Rounds of questions inside one call.
+ROUNDS = 16
 STATE_MEMBER = "requestState"
 ANSWERS_MEMBER = "inputResponses"
 
@@ -58,10 +59,17 @@ class _Typed(Struct, rename="camel"):
     result_type: str = "complete"
 
 
+class Question(Struct):
+    """A request of a server in a result: it has no id."""
+
+    method: str
+    params: Raw = Raw(b"{}")
+
+
 class _Asking(Struct, rename="camel"):
     """The questions of a server, and its state."""
 
-    input_requests: dict[str, InputRequest] = {}
+    input_requests: dict[str, Question] = {}
     request_state: Raw | UnsetType = UNSET
 
 
@@ -207,7 +215,7 @@ class Bridge:
         return raw_of(members)
 
     async def _answers(
-        self, questions: dict[str, InputRequest], stated: list[dict[str, Any]]
+        self, questions: dict[str, Question], stated: list[dict[str, Any]]
     ) -> dict[str, Raw]:
         """Return the client's answers to all questions of one round."""
         try:
@@ -225,7 +233,7 @@ class Bridge:
         except RpcError as error:
             raise Declined(error) from None
 
-    async def _ask_all(self, questions: dict[str, InputRequest]) -> dict[str, Raw]:
+    async def _ask_all(self, questions: dict[str, Question]) -> dict[str, Raw]:
         asking = [asyncio.ensure_future(self._ask(each)) for each in questions.values()]
         try:
             answers = await asyncio.gather(*asking)
@@ -234,7 +242,7 @@ class Bridge:
                 each.cancel()
         return dict(zip(questions, answers, strict=True))
 
-    async def _ask(self, question: InputRequest) -> Raw:
+    async def _ask(self, question: Question) -> Raw:
         params = self._worded(question)
         try:
             return await ask_client(
@@ -246,7 +254,7 @@ class Bridge:
             message = f"{error.message} (the client's answer to {question.method})"
             raise rebuilt(RpcError, error.code, message, error.data) from None
 
-    def _worded(self, question: InputRequest) -> Raw:
+    def _worded(self, question: Question) -> Raw:
         """Return the params of a question in the words of the client's revision."""
         members: dict[str, Any] = {**members_of(question.params)}
         if question.method != "elicitation/create":

@@ -9,6 +9,7 @@
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from itertools import count
@@ -20,15 +21,19 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from wirecall.client.exchange import AnyEntry, Entry, Exchange
 from wirecall.errors import BadAnswer, CallFailed, NotSent, Refused, RpcError
 from wirecall.gateway import translate
+from wirecall.gateway.changes import Changes
 from wirecall.gateway.link import RelayLineLink
 from wirecall.gateway.wire import members_of, one_line, raw_of, request, with_token
 from wirecall.mcp.client.links import McpHttpLink
 from wirecall.mcp.client.negotiate import PROBE
 from wirecall.mcp.revisions import HANDSHAKE, REVISIONS, STATELESS, Revision
+from wirecall.mcp.types import LEVELS
 from wirecall.protocol.messages import Arrived, JsonObject, encode
 
 if TYPE_CHECKING:
+    from wirecall.gateway.relay import Outbox
     from wirecall.gateway.upstream import Upstream
+    from wirecall.mcp.server.peer import Outlet, Session
 
 INITIALIZED = "notifications/initialized"
 LEVEL = "logging/setLevel"
@@ -54,12 +59,17 @@ class _Uri(Struct):
     uri: str
 
 
+class _Level(Struct):
+    level: str = ""
+
+
 class _Token(Struct, rename="camel"):
     progress_token: Any = UNSET
 
 
 _decode_introduced = msgspec.json.Decoder(_Introduced).decode
 _decode_uri = msgspec.json.Decoder(_Uri).decode
+_decode_level = msgspec.json.Decoder(_Level).decode
 _decode_token = msgspec.json.Decoder(_Token).decode
 
 
@@ -77,9 +87,22 @@ class Wishes(Struct, eq=False):
 
     level: Raw | UnsetType | None = None
     subscriptions: dict[str, Raw | UnsetType] = {}
+    # How many clients have subscribed to each URI.
+    watched: Counter[str] = msgspec.field(default_factory=Counter)
 
     def __bool__(self) -> bool:
         return self.level is not None or bool(self.subscriptions)
+
+    def forget(self, uri: str) -> bool:
+        """Count a subscription off; return whether it was the last one."""
+        if not self.watched[uri]:
+            return False
+        self.watched[uri] -= 1
+        if self.watched[uri]:
+            return False
+        del self.watched[uri]
+        self.subscriptions.pop(uri, None)
+        return True
 
 
 class UpstreamSession:
@@ -106,6 +129,12 @@ class UpstreamSession:
         self._introduction: Raw | UnsetType = UNSET
         self._is_initialized = False
         self.wishes = Wishes()
+        # The clients whose calls are in flight, and what sends them messages.
+        self.hearers: dict[Outbox, tuple[Session, Outlet]] = {}
+        # Called when another server has taken the place of the first: its lists may differ.
+        self.on_renewed: Callable[[], None] = lambda: None
+        # The stream on which a server of 2026-07-28 tells its changes. None: there is none.
+        self._changes: Changes | None = None
         # The callers that have it now. `leave` must follow `enter`.
         self._users = 0
         # Set when a caller or a request ends.
@@ -114,6 +143,8 @@ class UpstreamSession:
 
     async def aclose(self) -> None:
         """End the conversation, and with it the child."""
+        if self._changes is not None:
+            await self._changes.aclose()
         await self.link.aclose()
 
     # --- requests ---------------------------------------------------------------------------------
@@ -178,6 +209,8 @@ class UpstreamSession:
         finally:
             self._waiting.pop(sent.id, None)
             self._note_use()
+        if self._changes is not None and self._changes.is_over:
+            self._changes.begin(self.wishes.subscriptions)
         if entry.error is not None:
             raise entry.error
         return Raw(one_line(entry.raw))
@@ -371,6 +404,7 @@ class UpstreamSession:
             self.revision = before
             raise NotSent("the server that was started again speaks another revision")
         self.upstream.tools = None
+        self.on_renewed()
         if not self._is_initialized:
             return
         await self.link.send(request(None, INITIALIZED, UNSET))
@@ -407,6 +441,73 @@ class UpstreamSession:
             self.wishes.subscriptions[uri] = params
         else:
             self.wishes.subscriptions.pop(uri, None)
+
+    # --- what it tells ----------------------------------------------------------------------------
+
+    def follow(self) -> None:
+        """Ask a server of 2026-07-28 to tell its changes."""
+        if self.revision in STATELESS:
+            self._changes = Changes(self)
+            self._changes.begin(self.wishes.subscriptions)
+
+    async def stand(self, method: str, params: Raw) -> None:
+        """Send a request whose answer ends a stream, and wait for that end."""
+        id = next(self._ids)
+        if isinstance(self.link, RelayLineLink):
+            self.link.last_id = id
+        entry: AnyEntry = Entry(method, self._named(params), _nothing, _ENDLESS, id=id)
+        exchange = Exchange(request(id, method, params), [entry], False)
+        exchange.is_standing = True
+        await self.link.post(exchange)
+        if entry.error is not None:
+            raise entry.error
+
+    async def watch(self, uri: str) -> None:
+        """Subscribe to a resource for a client. Raises if the server refuses."""
+        watched = self.wishes.watched
+        watched[uri] += 1
+        if watched[uri] > 1:
+            return
+        params = raw_of({"uri": uri})
+        try:
+            if self.revision not in STATELESS:
+                await self.ready()
+                await self.ask(SUBSCRIBE, params)
+        except BaseException:
+            del watched[uri]
+            raise
+        self.wishes.subscriptions[uri] = params
+        if self._changes is not None:
+            self._changes.begin(self.wishes.subscriptions)
+
+    async def unwatch(self, uri: str) -> None:
+        """End a subscription of a client. The server hears of the last one."""
+        if not self.wishes.forget(uri):
+            return
+        if self._changes is not None:
+            self._changes.begin(self.wishes.subscriptions)
+        elif self.revision not in STATELESS and self.link_is_there:
+            with suppress(RpcError, CallFailed):
+                await self.ask(UNSUBSCRIBE, raw_of({"uri": uri}))
+
+    @property
+    def link_is_there(self) -> bool:
+        """Whether a message needs no other child."""
+        return not isinstance(self.link, RelayLineLink) or self.link.is_open
+
+    async def want_level(self, level: str) -> None:
+        """Ask for log messages from this level on, unless others ask for more."""
+        if self.revision in STATELESS or "logging" not in self.described()["capabilities"]:
+            return
+        known = self.wishes.level
+        if isinstance(known, Raw):
+            stated = _decode_level(known).level
+            if stated in LEVELS and LEVELS.index(stated) <= LEVELS.index(level):
+                return
+        params = raw_of({"level": level})
+        with suppress(RpcError, CallFailed):
+            await self.ask(LEVEL, params)
+            self.wishes.level = params
 
     # --- its use ----------------------------------------------------------------------------------
 

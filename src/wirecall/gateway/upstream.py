@@ -317,6 +317,8 @@ class Upstream:
         # Since when it has answered or failed, by the system's clock.
         self.since = time.time()
         self.is_up = False
+        # The ids of the extensions that it has declared.
+        self.extensions: frozenset[str] = frozenset()
         # The names of its tools that clients do not get.
         self.denied: set[str] = set()
         # The methods of its tools that are commands, by name.

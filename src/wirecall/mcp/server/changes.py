@@ -51,9 +51,14 @@ class Listener:
     """
 
     def __init__(
-        self, wants: Callable[[str, str | None], bool], meta: JsonObject | None = None
+        self,
+        wants: Callable[[str, str | None], bool],
+        meta: JsonObject | None = None,
+        session: "Session | None" = None,
     ) -> None:
         self.loop = asyncio.get_running_loop()
+        # The session with a handshake that listens. None: a stream of 2026-07-28.
+        self.session = session
         self._wants = wants
         self._meta = meta
         self._pending: dict[bytes, None] = {}
@@ -76,8 +81,13 @@ class Listener:
         message: JsonObject = {"jsonrpc": "2.0", "method": method}
         if params:
             message["params"] = params
-        self._pending[encode(message)] = None
-        wake(self._news, None)
+        self.tell(encode(message))
+
+    def tell(self, message: bytes) -> None:
+        """Keep a message for the client."""
+        if len(self._pending) < MAX_PENDING:
+            self._pending[message] = None
+            wake(self._news, None)
 
     def close(self) -> None:
         """Make `next` return None."""
@@ -117,6 +127,15 @@ class Hub:
         self.notify_here(kind, uri)
         if self.beyond is not None:
             self.beyond(kind, uri)
+
+    def tell(self, message: bytes, wants: "Callable[[Session], bool]") -> int:
+        """Send a message to the sessions that want it, in this loop; return their number."""
+        told = 0
+        for listener in tuple(self._listeners):
+            if listener.session is not None and wants(listener.session):
+                listener.tell(message)
+                told += 1
+        return told
 
     def notify_here(self, kind: str, uri: str | None) -> None:
         if kind == "task" and uri is not None and self.on_task is not None:
@@ -195,7 +214,7 @@ def session_listener(session: "Session") -> Listener:
             return uri in session.subscriptions
         return kind != "task"
 
-    return Listener(wants)
+    return Listener(wants, session=session)
 
 
 async def subscribe(subscribed: Subscribed, peer: "Peer") -> object:

@@ -532,8 +532,10 @@ class McpEndpoint:
             self._server.hub.remove(listener)
 
     async def _delete(self, request: HttpRequest) -> None:
-        ended = self._standing_session(request).ended
+        known = self._standing_session(request)
+        ended = known.ended
         assert ended is not None
+        self._server.ended(known.session)
         self.sessions.end(ended)
         self._relay.announce_end(ended)
         await request.respond(204)

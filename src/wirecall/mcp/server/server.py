@@ -613,6 +613,9 @@ class Server:
 
     # --- the beginning of a conversation ----------------------------------------------------------
 
+    def ended(self, session: Session) -> None:
+        """Do nothing: a client has ended its session. A server in front of others ends theirs."""
+
     def opened(self, message: Envelope) -> tuple[Session, bytes]:
         """Return the session that `initialize` opens, and the answer.
 
