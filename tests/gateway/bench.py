@@ -66,6 +66,22 @@ class Bench:
             body = await answer.read()
             return (json.loads(body) if body else None), answer.headers.get("Mcp-Session-Id")
 
+    async def stream(self, path: str, message: bytes, session: str | None) -> list[Any]:
+        """Send a message over HTTP; return the messages of its stream, the answer last."""
+        headers = dict(BOTH)
+        if session is not None:
+            headers["Mcp-Session-Id"] = session
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(f"{self.url}{path}", data=message, headers=headers) as answer,
+        ):
+            lines = (await answer.read()).splitlines()
+        return [
+            json.loads(line.removeprefix(b"data: "))
+            for line in lines
+            if line.startswith((b"data: {", b"{"))
+        ]
+
 
 class Held:
     """A clock that only a test moves."""

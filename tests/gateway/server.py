@@ -8,7 +8,7 @@ requests in `questions`, before it pays.
 Its tool `pay` writes a line into the file. The argument `then` says what happens next: "die" ends
 the process before the answer, "mute" never answers, "wait" answers when the file FILE.go exists,
 "error" and "refuse" answer with errors, "is_error" with a result, "garbage" with text, "wrong_id",
-"twice" and "big" with such answers. `look` only reads.
+"twice" and "big" with such answers. `look` only reads. The file FILE.tools has more tools.
 """
 
 import json
@@ -162,8 +162,27 @@ def serve_newest(message: dict[str, Any]) -> None:
         discover(message)
     elif message["method"] in ("tools/call", "prompts/get") and params["name"] == "ask":
         threading.Thread(target=ask, args=[message], daemon=True).start()
+    elif message["method"] == "tools/call" and params["name"] == "slow":
+        note("pay slowly")
+        POLLS.append(params["arguments"]["polls"])
+        reply(id, result={"resultType": "task", **task()})
+    elif message["method"] == "tasks/get":
+        POLLS[-1] -= 1
+        reply(id, result={"resultType": "complete", **task()})
     else:
         serve(message)
+
+
+POLLS: list[int] = []
+
+
+def task() -> dict[str, Any]:
+    """The task of the tool `slow`, which is over after some polls."""
+    state: dict[str, Any] = {"taskId": "1", "pollIntervalMs": 1, "status": "working"}
+    if POLLS[-1]:
+        return {**state, "statusMessage": f"{POLLS[-1]} to go"}
+    result = {"content": [{"type": "text", "text": "slowly"}]}
+    return {**state, "status": "completed", "result": result}
 
 
 def ask_client(message: dict[str, Any]) -> None:
@@ -181,10 +200,14 @@ def serve(message: dict[str, Any]) -> None:
     if method is None:
         if ASKED:
             reply(ASKED.pop(), result={"their": message.get("result"), "id": message["id"]})
+        else:
+            note(f"answered {json.dumps(message.get('result'))}")
     elif method == "initialize":
         initialize(message)
     elif method == "tools/list":
         more = [ASK] if IS_NEWEST else []
+        if FILE.with_suffix(".tools").exists():
+            more += json.loads(FILE.with_suffix(".tools").read_text())
         reply(message["id"], result={"tools": [*TOOLS, *more]})
     elif method == "tools/call" and message["params"]["name"] == "look":
         then = message["params"].get("arguments", {}).get("then")
@@ -206,6 +229,8 @@ def serve(message: dict[str, Any]) -> None:
         reply(message["id"], result={})
     else:
         note(f"{method} {json.dumps(message.get('params'))}")
+        if method == "x/ask_later":
+            write('{"jsonrpc": "2.0", "id": "q-2", "method": "roots/list"}')
         if method == "x/tell":
             write('{"jsonrpc": "2.0", "method": "x/told", "params": {"n": 0.10}}')
 

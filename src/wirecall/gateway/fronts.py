@@ -373,17 +373,17 @@ class UpstreamFront(Front):
         return uri
 
     def pass_on(self, message: Envelope, session: Session) -> None:
-        gateway = self.gateway
-        if message.method == INITIALIZED or not gateway.is_owned(self._upstream, session):
-            return
-        gateway.start(self._pass_on(message, session))
+        if self.gateway.is_owned(self._upstream, session):
+            self.gateway.start(self._pass_on(message, session))
 
     async def _pass_on(self, message: Envelope, session: Session) -> None:
         with suppress(RpcError, CallFailed):
             async with self.gateway.conversation(
                 self._upstream, session.caller or ANONYMOUS, session
             ) as conversation:
-                if conversation.revision is session.revision:
+                conversation.on_request = partial(self._asked, conversation, session)
+                # The gateway has greeted the server by now.
+                if message.method != INITIALIZED and conversation.revision is session.revision:
                     await conversation.notify(message.method, message.params)
 
     def _discovered(self, message: Envelope, conversation: UpstreamSession) -> bytes:
