@@ -19,7 +19,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Raw, Struct, UnsetType
@@ -52,6 +52,7 @@ MOST_STORED = 4 << 20
 # Seconds after which the record of a dead process is free.
 LEASE = 10.0
 FORWARD = "forward"
+ASK = "ask"
 
 
 class Interim(InvalidRequest):
@@ -177,6 +178,24 @@ def forwarded(upstream: Upstream, tool: str) -> Method:
     )
     method.prepare(providers)
     return method
+
+
+def guarded(upstream: Upstream, tool: str) -> Method:
+    """Return the method of a tool that only reads: middleware sees its calls."""
+
+    async def run(ctx: Context) -> Any:
+        ask: Callable[[], Awaitable[Raw]] = ctx.values[ASK]
+        return Sound(bytes(await ask()))
+
+    return Method(
+        run,
+        Kind.QUERY,
+        name=tool,
+        raw=True,
+        record=f"{upstream.origin.label}/{tool}",
+        expose=("mcp",),
+        reserved=True,
+    )
 
 
 async def once(upstream: Upstream, forward: Forward, key: str | None) -> bytes:

@@ -212,7 +212,13 @@ class Front(Server):
         if gateway.is_owned(upstream, session):
             conversation.on_request = partial(self._asked, conversation, session)
         relay = Relay(
-            conversation, gateway._serving, self.answers, outlet.send, requests, gateway.sealer
+            conversation,
+            gateway._serving,
+            self.answers,
+            outlet.send,
+            requests,
+            gateway.sealer,
+            is_guarded=bool(gateway._middleware),
         )
         conversation.hearers[relay.outbox] = session, outlet
         try:

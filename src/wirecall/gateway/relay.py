@@ -32,7 +32,7 @@ from wirecall.errors import (
     UpstreamUnavailable,
 )
 from wirecall.gateway import tasks, translate
-from wirecall.gateway.forward import FORWARD, Forward, Interim, forwarded
+from wirecall.gateway.forward import ASK, FORWARD, Forward, Interim, forwarded, guarded
 from wirecall.gateway.rounds import STATE_MEMBER, Bridge, Declined, asks, resumed
 from wirecall.gateway.session import START_TIME, Report, UpstreamSession
 from wirecall.gateway.upstream import Slot
@@ -208,12 +208,16 @@ class Relay:
         send: Send,
         flying: "dict[Id, Flying] | None" = None,
         sealer: Sealer | None = None,
+        *,
+        is_guarded: bool = False,
     ) -> None:
         self.upstream = session.upstream
         self.session = session
         self.outbox = Outbox(send)
         self._dispatcher = dispatcher
         self._answers = answers
+        # Middleware sees the calls of tools that only read, too.
+        self._is_guarded = is_guarded
         # Seals the states of a server that several callers share. None: there is one client.
         self._sealer = sealer
         # The requests of the client that are not answered yet, by id.
@@ -410,14 +414,34 @@ class Relay:
             raise InvalidParams(f"the tool {call.name[:100]!r} is denied here", ran="no")
         await self._know(call.name, params)
         if self.upstream.use_of(call.name) == "again":
-            return self._read(
-                flying.forward, await self._again(flying, flying.forward.send, repeats=True)
-            )
+            return self._read(flying.forward, await self._query(id, call, flying, sender))
         refuse_doubles(message.params)
         flying.is_command = True
         if flying.forward.bridge is not None:
             flying.forward.bridge.is_command = True
         return await self._command(id, call, flying, sender, key)
+
+    async def _query(self, id: Id, params: Called, flying: Flying, sender: Sender) -> Raw:
+        """Return the result of a tool that only reads. Middleware sees the call, if there is any."""
+
+        async def ask() -> Raw:
+            return await self._again(flying, flying.forward.send, repeats=True)
+
+        if not self._is_guarded:
+            return await ask()
+        queries = self.upstream.queries
+        method = queries.get(params.name)
+        if method is None:
+            method = queries[params.name] = guarded(self.upstream, params.name)
+        call = Call(
+            method,
+            Frame(sender),
+            id=id,
+            params=params.arguments,
+            record=f"tools/call:{method.record}",
+            values={ASK: ask},
+        )
+        return await self._dispatcher().call(call)
 
     async def _know(self, name: str, params: Raw | UnsetType) -> None:
         """Read the list of tools if the kind of a tool is not known.

@@ -323,6 +323,8 @@ class Upstream:
         self.denied: set[str] = set()
         # The methods of its tools that are commands, by name.
         self.methods: dict[str, Method] = {}
+        # Those of its tools that only read, if middleware sees their calls.
+        self.queries: dict[str, Method] = {}
         # The children that were started, the last one last.
         self.children: deque[Child] = deque(maxlen=1)
 
