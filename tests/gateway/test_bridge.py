@@ -336,3 +336,18 @@ async def events(stream: aiohttp.ClientResponse) -> AsyncIterator[Any]:
         async for line in stream.content:
             if line.startswith(b"data: {"):
                 yield json.loads(line.removeprefix(b"data: "))
+
+
+async def test_tool_that_was_renamed_after_its_list_goes_to_its_own_server(tmp_path: Path) -> None:
+    """Trap 5: a call goes by the table that clients were told; never to "the next one"."""
+    for name, tools in (("bank", ["send"]), ("shop", [])):
+        entries = [{"name": tool, "inputSchema": {"type": "object"}} for tool in tools]
+        (tmp_path / f"{name}.tools").write_text(json.dumps(entries))
+    async with Bench(tmp_path).serving() as bench, bench.client("/mcp", revision=OLD) as client:
+        assert "send" in {tool.name for tool in await client.list_tools()}
+        # The server renames it, and another one gets a tool of its old name.
+        (tmp_path / "bank.tools").write_text("[]")
+        entry = [{"name": "send", "inputSchema": {"type": "object"}}]
+        (tmp_path / "shop.tools").write_text(json.dumps(entry))
+        await client.call_tool("send", {"to": "ann"})
+        assert effects(tmp_path / "bank") == 1 and effects(tmp_path / "shop") == 0

@@ -103,11 +103,11 @@ def install_command(
         if not is_removal:
             entry = program.entry(target, variables)
     elif not name or not is_removal:
-        raise CliError(
-            "Which server?",
-            "neither the command line nor wirecall.toml names one",
-            "name a file, an address, or -- a command",
-        )
+        fix = "name a file, an address, or -- a command"
+        if undo:
+            fix = "name the server; for one that was wrapped: --wrap NAME --undo, or --wrap-all --undo"
+        reason = "neither the command line nor wirecall.toml names one"
+        raise CliError("Which server?", reason, fix)
 
     # 2. The change.
     if only_print:
