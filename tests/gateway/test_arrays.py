@@ -87,7 +87,7 @@ async def test_audit_has_a_line_for_each_command_of_an_array(tmp_path: Path, pat
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_limits_hold_for_the_entries_of_an_array(tmp_path: Path, path: str) -> None:
-    """Trap 14, limits: a member twice is refused in its entry, and an entry that is no call too."""
+    """Trap 14, limits: a member twice is refused in its entry, and so is an entry that is not a call."""
     bench = Bench(tmp_path, names=("bank",))
     async with bench.serving():
         _, session = await bench.post(path, message_of("initialize", introduction("2025-03-26"), 1))

@@ -186,7 +186,7 @@ async def test_changes_reach_clients_of_both_eras(
 
 
 async def heard(behind: Studio, tell: Any, coming: Any) -> Any:
-    """Tell a change until it is heard: a stream towards the app may begin late."""
+    """Tell a change until it arrives: a stream towards the app may begin late."""
     waiting = asyncio.ensure_future(coming)
     while not waiting.done():
         tell()
@@ -198,7 +198,7 @@ async def heard(behind: Studio, tell: Any, coming: Any) -> Any:
 async def test_subscription_of_one_client_outlives_that_of_another(
     tmp_path: Path, theirs: str
 ) -> None:
-    """A shared session: the upstream hears of the last client that unsubscribes."""
+    """A shared session: its upstream keeps the subscription for the last client."""
     seen: dict[str, list[Any]] = {"a": [], "b": []}
     async with (
         studio(tmp_path, theirs) as (bench, behind),
@@ -216,7 +216,7 @@ async def test_subscription_of_one_client_outlives_that_of_another(
 
 
 async def test_prefixed_resource_is_updated_under_its_name_here(tmp_path: Path) -> None:
-    """`NAME+uri`: a URI that two upstreams have is told as clients know it."""
+    """`NAME+uri`: a URI that two upstreams have is reported as clients know it."""
     seen: list[Any] = []
     async with (
         studio(tmp_path, names=("a", "b")) as (bench, behind),
@@ -231,7 +231,7 @@ async def test_prefixed_resource_is_updated_under_its_name_here(tmp_path: Path) 
 
 
 async def test_lists_are_read_again_after_a_restart_of_the_server(tmp_path: Path) -> None:
-    """Section 6: a child that was started again may have other tools, and clients hear of them."""
+    """Section 6: a child that was started again may have other tools, and clients are notified."""
     (tmp_path / "bank.tools").write_text("[]")
     async with (
         Bench(tmp_path, names=("bank",)).serving() as bench,
@@ -303,7 +303,7 @@ async def test_session_that_a_client_owns_ends_with_the_client(tmp_path: Path) -
         assert after["sessions"] == 1
 
 
-async def test_owner_of_a_session_is_asked_and_told_outside_of_calls(tmp_path: Path) -> None:
+async def test_owner_of_a_session_is_asked_and_notified_outside_of_calls(tmp_path: Path) -> None:
     """Section 6, old / old: server requests and unknown notifications, whether a call is open or not."""
     bench = Bench(tmp_path, names=("bank",), own={"bank": {"share": "session"}})
     async with bench.serving():
@@ -339,7 +339,7 @@ async def events(stream: aiohttp.ClientResponse) -> AsyncIterator[Any]:
 
 
 async def test_tool_that_was_renamed_after_its_list_goes_to_its_own_server(tmp_path: Path) -> None:
-    """Trap 5: a call goes by the table that clients were told; never to "the next one"."""
+    """Trap 5: a call goes by the table that clients have seen, never to "the next one"."""
     for name, tools in (("bank", ["send"]), ("shop", [])):
         entries = [{"name": tool, "inputSchema": {"type": "object"}} for tool in tools]
         (tmp_path / f"{name}.tools").write_text(json.dumps(entries))

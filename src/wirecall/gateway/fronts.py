@@ -344,7 +344,7 @@ class UpstreamFront(Front):
             return None
         upstream = self._upstream
         method = message.method
-        # Awaited only if the gateway answers by itself.
+        # Awaited only if the gateway answers without an upstream.
         own = partial(super().respond, message, session, outlet, sender, **options)
         if method == "subscriptions/listen":
             places = [(upstream, uri) for uri in _listened(message)]
@@ -490,7 +490,7 @@ class MergedFront(Front):
     async def respond(
         self, message: Incoming, session: Session, outlet: Outlet, sender: Sender, **options: Any
     ) -> bytes | None:
-        # Awaited only if the gateway answers by itself.
+        # Awaited only if the gateway answers without an upstream.
         own = partial(super().respond, message, session, outlet, sender, **options)
         if not isinstance(message, Envelope) or message.id is UNSET:
             return await own()
@@ -638,7 +638,7 @@ def level_of(message: Arrived) -> str:
 def wants_level(session: Session, level: str) -> bool:
     """Return whether a client gets log messages of a level.
 
-    Without a level of its own, it gets them from `info` on, and none at 2026-07-28.
+    Without a level, it gets them from `info` on, and none at 2026-07-28.
     """
     least = session.level
     if least is None:

@@ -299,7 +299,7 @@ class Gateway(App):
         if message.method == "notifications/message":
             level = level_of(message)
         elif not unit.startswith(OWN):
-            return  # nobody has asked for it
+            return  # no client has asked for it
         wants = partial(self._hears, upstream, unit, level)
         line = request(None, str(message.method), message.params)
         told: set[int] = set()

@@ -481,7 +481,7 @@ class UpstreamSession:
             self._changes.begin(self.wishes.subscriptions)
 
     async def unwatch(self, uri: str) -> None:
-        """End a subscription of a client. The server hears of the last one."""
+        """End a subscription of a client. The last one is reported to the server."""
         if not self.wishes.forget(uri):
             return
         if self._changes is not None:

@@ -74,7 +74,7 @@ def sealed(sealer: "Sealer", caller: str, label: str, result: Raw) -> Raw:
 
 
 def named(sealer: "Sealer", caller: str, params: Raw | UnsetType) -> Named:
-    """Return the task that a request is about; `BadInput` if it is none of this caller's."""
+    """Return the task that a request is about; `BadInput` if this caller has no such task."""
     try:
         text = _decode_text(members_of(params).get(_ID, b"null"))
     except UNREADABLE:
