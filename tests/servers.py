@@ -504,6 +504,10 @@ def _empty(url: str) -> None:
                 db.execute("LOCK wirecall.ledger, wirecall.tasks")
                 db.execute("DELETE FROM wirecall.tasks")
                 db.execute("DELETE FROM wirecall.ledger")
+                if db.execute("SELECT to_regclass('wirecall.marks') IS NOT NULL").fetchone() == (
+                    True,
+                ):
+                    db.execute("DELETE FROM wirecall.marks")
 
 
 def age(kind: str, url: str, id: RecordId, seconds: float) -> None:

@@ -32,6 +32,9 @@ The rules of the contract:
    The task has a separate end; its record stays an ordinary one, which claims, leases and `decide`
    govern. A record that was removed and made again is another record, with another `started_at`. It
    may have other params, so it does not inherit the tasks of the first.
+10. A mark is a message to all processes that use the ledger, and a bus wakes them. Messages of a bus
+   may be lost; marks are not, until they expire. So a process that has missed a message finds it
+   among the marks (`Ledger.marks`).
 
     absent ──claim──► RUNNING
     RUNNING ──complete──► DONE ──retention over──► TOMBSTONE ──8 x retention──► absent
@@ -56,7 +59,7 @@ The rules of the contract:
 import enum
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -69,6 +72,11 @@ TOMBSTONE_FACTOR = 8
 
 # Seconds after the lease of a committed run ends until the sweep records its outcome as unknown.
 UNKNOWN_AFTER = 60.0
+
+# Characters of a message of a bus. PostgreSQL takes 7999 bytes.
+MAX_MESSAGE = 7000
+# Seconds after which a mark is only found by its name.
+MARKS_WITHIN = 3600.0
 
 
 class LedgerDown(WirecallError):
@@ -415,6 +423,33 @@ class Only(Struct, frozen=True, gc=False):
 ALL = Only()
 
 
+class Mark(Struct, frozen=True, gc=False):
+    """A message to all processes that use the ledger; the store does not read it."""
+
+    # Of printable characters.
+    name: str
+    content: bytes
+
+
+class Bus(Protocol):
+    """One process among those that receive each other through the store."""
+
+    async def send(self, message: str) -> None:
+        """Send a message of at most `MAX_MESSAGE` characters of ASCII to the others.
+
+        The sender may receive it, too. It may be lost; `LedgerDown` if it certainly was.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Stop listening."""
+        ...
+
+
+# Called with a message; with None after it was possible that some were lost.
+Receive: TypeAlias = Callable[[str | None], None]
+
+
 class Ledger(Protocol):
     """What every store does. Each call is one transition, or one read."""
 
@@ -563,6 +598,28 @@ class Ledger(Protocol):
         """
         ...
 
+    async def mark(self, channel: str, mark: Mark, ttl: float) -> None:
+        """Keep a mark for `ttl` seconds; it replaces one of the same name.
+
+        Channel and name have printable characters. Some marks that have expired are removed.
+        """
+        ...
+
+    async def marked(self, channel: str, name: str) -> Mark | None:
+        """Return the mark of this name."""
+        ...
+
+    async def marks(self, channel: str, within: float) -> Sequence[Mark]:
+        """Return the marks of the last `within` seconds, at most `MARKS_WITHIN`, the oldest first."""
+        ...
+
+    def join(self, channel: str, receive: Receive) -> Bus | None:
+        """Listen to a channel, from a moment on that `receive(None)` reports.
+
+        A connection that is lost is made again. None: no other process can use this ledger.
+        """
+        ...
+
     async def ping(self) -> None:
         """Write something that no reader sees.
 
@@ -670,7 +727,7 @@ async def schema_of(url: str) -> "Schema":
 
 
 class Risk(Struct, frozen=True):
-    """A setting of a store by which it may lose commands that it has acknowledged."""
+    """A setting by which a store may lose commands that it has acknowledged, or messages."""
 
     what: str
     fix: str

@@ -14,14 +14,17 @@ import msgspec
 
 from wirecall.ledger.base import (
     ALL,
+    MARKS_WITHIN,
     TOMBSTONE_FACTOR,
     UNKNOWN_AFTER,
     Claim,
     Delivered,
     Delivery,
+    Mark,
     Only,
     Outcome,
     Place,
+    Receive,
     Record,
     RecordId,
     Risk,
@@ -34,6 +37,9 @@ from wirecall.ledger.base import (
     is_orphan,
     recognise,
 )
+
+# The oldest marks that are looked at when one is made.
+REMOVED = 10
 
 Records: TypeAlias = list[Record]  # inside the class, `list` is a method
 Tasks: TypeAlias = list[Task]
@@ -57,6 +63,8 @@ class MemoryLedger:
         self._fences = count(1)
         # Each task with its expiry and its record, in the order in which they began.
         self._tasks: dict[str, tuple[Task, float, _Row]] = {}
+        # Each mark with the times when it was made and when it expires, the oldest first.
+        self._marks: dict[tuple[str, str], tuple[Mark, float, float]] = {}
 
     async def claim(self, claim: Claim) -> Record:
         now = self._clock()
@@ -311,6 +319,30 @@ class MemoryLedger:
         for id in over:
             del self._tasks[id]
         return len(due) + len(over)
+
+    async def mark(self, channel: str, mark: Mark, ttl: float) -> None:
+        now = self._clock()
+        for place, (_, _, until) in list(self._marks.items())[:REMOVED]:
+            if until <= now:
+                del self._marks[place]
+        self._marks.pop((channel, mark.name), None)
+        self._marks[channel, mark.name] = mark, now, now + ttl
+
+    async def marked(self, channel: str, name: str) -> Mark | None:
+        mark, _, until = self._marks.get((channel, name), (None, 0.0, 0.0))
+        return mark if until > self._clock() else None
+
+    async def marks(self, channel: str, within: float) -> Sequence[Mark]:
+        now = self._clock()
+        since = now - min(within, MARKS_WITHIN)
+        return [
+            mark
+            for (of, _), (mark, made, until) in self._marks.items()
+            if of == channel and made > since and until > now
+        ]
+
+    def join(self, channel: str, receive: Receive) -> None:
+        """There is no other process."""
 
     async def ping(self) -> None:
         """A dict takes every write."""

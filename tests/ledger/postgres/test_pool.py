@@ -11,9 +11,12 @@ import psycopg
 import pytest
 
 from tests.calls import call, error, make_app, result
+from tests.faults import eventually
 from tests.ports import free_port
 from tests.servers import Postgres, Server, Store
 from wirecall import App, Context
+from wirecall.ledger.base import open_ledger, risks_of
+from wirecall.ledger.postgres import bus
 
 PGBOUNCER = shutil.which("pgbouncer") or shutil.which("pgbouncer", path="/usr/sbin")
 POOL = 10
@@ -168,3 +171,37 @@ async def test_transactions_work_behind_a_transaction_pooler(
         answers = await asyncio.gather(*calls)
     assert [result(answer) for answer in answers] == list(range(1, 201))
     assert Path(pooler.folder / "log").exists()
+
+
+async def test_bus_receives_nothing_behind_a_transaction_pooler_and_says_so(
+    store: Store,
+    postgres_server: Postgres,
+    pooler: PgBouncer,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`doctor` reports it too. With `?listen=` there is a way around the pooler."""
+    monkeypatch.setattr(bus, "ECHO_WITHIN", 0.3)
+
+    async def is_reported() -> bool:
+        return "a pooler in transaction mode" in caplog.text
+
+    around = f"{pooler.url}?listen={postgres_server.folder}:5432"
+    for url, is_deaf in ((pooler.url, True), (around, False)):
+        caplog.clear()
+        ledger = await open_ledger(url, "update")
+        heard: asyncio.Queue[str | None] = asyncio.Queue()
+        joined = ledger.join("wirecall-test", heard.put_nowait)
+        assert joined is not None
+        async with asyncio.timeout(PATIENCE):
+            assert await heard.get() is None
+            await joined.send("hello")
+            if is_deaf:
+                await eventually(is_reported)
+                assert heard.empty()
+            else:
+                assert await heard.get() == "hello"
+        await joined.aclose()
+        await ledger.aclose()
+        risks = [risk.fix for risk in await risks_of(url)]
+        assert any("?listen=" in fix for fix in risks) == is_deaf

@@ -18,8 +18,10 @@ import asyncio
 import math
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
+from urllib.parse import unquote
 
 import psycopg
 from psycopg import conninfo
@@ -27,13 +29,16 @@ from psycopg import conninfo
 from wirecall.errors import UsageError
 from wirecall.ledger.base import (
     ALL,
+    MARKS_WITHIN,
     STORED,
     Claim,
     Delivered,
     LedgerDown,
+    Mark,
     Only,
     Outcome,
     Place,
+    Receive,
     Record,
     RecordId,
     Risk,
@@ -43,6 +48,7 @@ from wirecall.ledger.base import (
     Task,
     Token,
 )
+from wirecall.ledger.postgres.bus import DEAF, DEAF_FIX, PostgresBus, is_received
 from wirecall.ledger.postgres.migration import Migration, look
 from wirecall.ledger.postgres.queue import (
     SQL,
@@ -84,8 +90,9 @@ Tasks: TypeAlias = list[Task]
 async def open_url(url: str, tables: Tables = "create") -> "PostgresLedger":
     """Connect to `postgresql://` or `postgres://`; make or migrate the schema `wirecall`.
 
-    `tables` may forbid that. `?pool=` is the number of connections. The other parameters are
-    those of libpq.
+    `tables` may forbid that. `?pool=` is the number of connections, and `?listen=HOST:PORT` is
+    where to listen to other processes, if a transaction pooler is at the address of the URL. The
+    other parameters are those of libpq.
     """
     ledger = PostgresLedger(*_read(url, tables))
     try:
@@ -110,9 +117,12 @@ async def risks_of(url: str) -> Sequence[Risk]:
     ledger = PostgresLedger(*_read(url, "read"))
     try:
         ((durable, flushed, standbys, replicas),) = await ledger._ask("risks")
+        is_deaf = await ledger._is_cut_off()
     finally:
         await ledger.aclose()
     found = []
+    if is_deaf:
+        found.append(Risk(DEAF, DEAF_FIX))
     if durable == "off":
         found.append(
             Risk(
@@ -135,17 +145,26 @@ async def risks_of(url: str) -> Sequence[Risk]:
     return found
 
 
-def _read(url: str, tables: Tables) -> tuple[str, int]:
+def _read(url: str, tables: Tables) -> tuple[str, int, str]:
+    """Return libpq's options, the number of connections, and libpq's options to listen."""
     base, _, query = url.partition("?")
     fields = [field.partition("=") for field in query.split("&") if field]
-    sizes = [value for name, _, value in fields if name == "pool"] or [str(POOL)]
-    rest = "&".join(name + equals + value for name, equals, value in fields if name != "pool")
+    ours = {"pool": str(POOL), "listen": ""}
+    ours |= {name: value for name, _, value in fields if name in ours}
+    rest = "&".join(name + equals + value for name, equals, value in fields if name not in ours)
     try:
         given = conninfo.conninfo_to_dict(f"{base}?{rest}")
         defaults = DEFAULTS
         if tables == "read":  # a replica will do
             defaults = DEFAULTS | {"target_session_attrs": "any"}
-        return conninfo.make_conninfo("", **{**defaults, **given}), max(1, int(sizes[-1]))
+        options = {**defaults, **given}
+        direct = dict(options)
+        if ours["listen"]:
+            host, _, port = unquote(ours["listen"]).rpartition(":")
+            direct |= {"host": host.strip("[]"), "port": str(int(port))}
+            direct.pop("hostaddr", None)
+        elsewhere = conninfo.make_conninfo("", **direct)
+        return conninfo.make_conninfo("", **options), max(1, int(ours["pool"])), elsewhere
     except (psycopg.ProgrammingError, ValueError):  # their messages may hold a password
         raise UsageError(
             "The URL of the PostgreSQL ledger cannot be read.",
@@ -160,8 +179,10 @@ class PostgresLedger:
 
     is_tidy = False
 
-    def __init__(self, conninfo: str, size: int) -> None:
+    def __init__(self, conninfo: str, size: int, listening: str = "") -> None:
         self._conninfo = conninfo
+        # The same, with an address at which LISTEN works.
+        self._listening = listening or conninfo
         self._size = size
         self._place: _LoopState | None = None
         self._closed = False
@@ -292,6 +313,30 @@ class PostgresLedger:
         ((changed,),) = await self._ask("sweep", limit=limit)
         return int(changed)
 
+    async def mark(self, channel: str, mark: Mark, ttl: float) -> None:
+        await self._ask("mark", channel=channel, name=mark.name, content=mark.content, ttl=ttl)
+
+    async def marked(self, channel: str, name: str) -> Mark | None:
+        found = await self._ask("marked", channel=channel, name=name)
+        return Mark(name, found[0][0]) if found else None
+
+    async def marks(self, channel: str, within: float) -> Sequence[Mark]:
+        found = await self._ask("marks", channel=channel, within=min(within, MARKS_WITHIN))
+        return [Mark(name, content) for name, content in found]
+
+    def join(self, channel: str, receive: Receive) -> PostgresBus:
+        return PostgresBus(self._listening, channel, receive, partial(self._send, channel))
+
+    async def _send(self, channel: str, message: str) -> None:
+        await self._ask("send", channel=channel, message=message)
+
+    async def _is_cut_off(self) -> bool:
+        """Return whether messages do not arrive. A replica cannot send any, so it is not asked."""
+        channel = f"wirecall-{os.urandom(6).hex()}"
+        with suppress(LedgerDown, psycopg.Error):
+            return not await is_received(self._listening, channel, partial(self._send, channel))
+        return False
+
     async def ping(self) -> None:
         await self._ask("ping", key=os.urandom(16).hex())
 
@@ -365,7 +410,7 @@ class PostgresLedger:
         except psycopg.Error as error:
             raise down(error) from error
 
-    async def _ask(self, name: str, **params: Any) -> Rows:
+    async def _ask(self, name: str, /, **params: Any) -> Rows:
         connections = (await self._here()).connections
         try:
             return await asyncio.shield(connections.spawn(connections.ask(SQL[name], params)))

@@ -592,6 +592,20 @@ CREATE INDEX ledger_newest ON wirecall.ledger (state, method, started_at, caller
 -- name: index 7 tasks_newest
 CREATE INDEX tasks_newest ON wirecall.tasks (started_at)
 
+-- name: schema 8
+-- Messages to all processes of a channel. The store does not read them.
+CREATE TABLE IF NOT EXISTS wirecall.marks (
+    channel    text        COLLATE "C" NOT NULL,
+    name       text        COLLATE "C" NOT NULL,
+    content    bytea       NOT NULL,
+    made_at    timestamptz NOT NULL,
+    expires_at timestamptz NOT NULL,
+    PRIMARY KEY (channel, name)
+);
+
+CREATE INDEX IF NOT EXISTS marks_made_at ON wirecall.marks (channel, made_at);
+CREATE INDEX IF NOT EXISTS marks_expires_at ON wirecall.marks (expires_at);
+
 -- name: opened
 SELECT current_setting('synchronous_commit'), current_setting('fsync'), to_regclass('wirecall.version') IS NOT NULL
 
@@ -823,6 +837,33 @@ WITH due AS (
 )
 SELECT (SELECT count(*) FROM gone) + (SELECT count(*) FROM buried) + (SELECT count(*) FROM lost)
     + (SELECT count(*) FROM forgotten)
+
+-- name: mark
+-- Each mark removes some that have expired.
+WITH over AS (
+    SELECT channel, name FROM wirecall.marks
+    WHERE expires_at <= (SELECT clock_timestamp()) AND (channel, name) <> (%(channel)s, %(name)s)
+    ORDER BY expires_at LIMIT 10 FOR UPDATE SKIP LOCKED
+), gone AS (
+    DELETE FROM wirecall.marks AS m USING over WHERE (m.channel, m.name) = (over.channel, over.name)
+)
+INSERT INTO wirecall.marks VALUES (
+    %(channel)s, %(name)s, %(content)s, clock_timestamp(), clock_timestamp() + wirecall.seconds(%(ttl)s)
+)
+ON CONFLICT (channel, name) DO UPDATE
+SET content = excluded.content, made_at = excluded.made_at, expires_at = excluded.expires_at
+
+-- name: marked
+SELECT content FROM wirecall.marks WHERE channel = %(channel)s AND name = %(name)s AND expires_at > clock_timestamp()
+
+-- name: marks
+SELECT name, content FROM wirecall.marks
+WHERE channel = %(channel)s AND made_at > (SELECT clock_timestamp()) - wirecall.seconds(%(within)s)
+    AND expires_at > clock_timestamp()
+ORDER BY made_at
+
+-- name: send
+SELECT pg_notify(%(channel)s, %(message)s)
 
 -- name: ping
 -- Both statements are one transaction, so the row is seen nowhere; but it takes its room, and its commit goes to the disk.

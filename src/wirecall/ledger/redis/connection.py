@@ -206,7 +206,7 @@ class Connections:
             answer = await self._answer(node, commands, writes)
             if not isinstance(answer, AskError):
                 return answer
-            self._seek_news()
+            self.seek_news()
             elsewhere: Node = None
             if self._cluster is not None and node is not None:
                 elsewhere = self._cluster.get_node(answer.host or node.host, answer.port)
@@ -234,10 +234,10 @@ class Connections:
         if isinstance(answer, AskError) or not isinstance(answer, Exception):
             return answer
         if not isinstance(answer, NoScriptError):
-            self._seek_news()
+            self.seek_news()
         raise LedgerDown(f"{self.where(node)}: {answer}") from answer
 
-    def _seek_news(self) -> None:
+    def seek_news(self) -> None:
         """Have redis-py read the map of the cluster again. No caller waits for that."""
         cluster = self._cluster
         if cluster is None or self._is_closed or (self._news is not None and not self._news.done()):

@@ -48,6 +48,7 @@ from redis.exceptions import NoScriptError, RedisClusterException, ResponseError
 from wirecall.errors import UsageError
 from wirecall.ledger.base import (
     ALL,
+    MARKS_WITHIN,
     MAX_ATTEMPTS,
     STORED,
     TOMBSTONE_FACTOR,
@@ -55,9 +56,11 @@ from wirecall.ledger.base import (
     Claim,
     Delivered,
     LedgerDown,
+    Mark,
     Only,
     Outcome,
     Place,
+    Receive,
     Record,
     RecordId,
     Risk,
@@ -69,6 +72,7 @@ from wirecall.ledger.base import (
     is_orphan,
     other_tables,
 )
+from wirecall.ledger.redis.bus import RedisBus
 from wirecall.ledger.redis.connection import Connections, Node, check_server, options_of
 from wirecall.logs import logger
 
@@ -643,6 +647,34 @@ class RedisLedger:
         key = self._prefix + b"rate:" + quote(name, errors="surrogatepass").encode()
         return float(await self._run_on("spend", [key], micros(cost), micros(burst))) / 1e6
 
+    async def mark(self, channel: str, mark: Mark, ttl: float) -> None:
+        names = [self._marks(channel), self._mark_name(channel, mark.name)]
+        terms = mark.name, mark.content, micros(ttl), micros(MARKS_WITHIN)
+        await self._run_on("mark", names, *terms)
+
+    async def marked(self, channel: str, name: str) -> Mark | None:
+        content = await self._ask("GET", self._mark_name(channel, name))
+        return None if content is None else Mark(name, content)
+
+    async def marks(self, channel: str, within: float) -> Sequence[Mark]:
+        recent = micros(min(within, MARKS_WITHIN))
+        names = [
+            name.decode() for name in await self._run_on("marks", [self._marks(channel)], recent)
+        ]
+        if not names:
+            return []
+        contents = await self._ask("MGET", *(self._mark_name(channel, name) for name in names))
+        return [
+            Mark(name, content)
+            for name, content in zip(names, contents, strict=True)
+            if content is not None
+        ]
+
+    def join(self, channel: str, receive: Receive) -> RedisBus:
+        return RedisBus(
+            self._options, self._marks(channel), receive, self._here, is_cluster=self._is_cluster
+        )
+
     async def ping(self) -> None:
         """As in every ledger.
 
@@ -722,6 +754,13 @@ class RedisLedger:
     def _task_name(self, id: str) -> bytes:
         """Two parts, so it is not the name of a record."""
         return self._prefix + b"task:" + quote(id, errors="surrogatepass").encode()
+
+    def _marks(self, channel: str) -> bytes:
+        """Return the name of a channel and of the set of its marks, which are in the same slot."""
+        return self._prefix + b"{marks-" + quote(channel).encode() + b"}"
+
+    def _mark_name(self, channel: str, name: str) -> bytes:
+        return self._marks(channel) + b"-" + quote(name).encode()
 
     def _id(self, name: bytes) -> RecordId | None:
         """Return the record id of a key; None for another program's key that begins like ours."""
@@ -898,7 +937,7 @@ def _scripts() -> Iterator[tuple[str, tuple[bytes, str]]]:
 
 SCRIPTS = dict(_scripts())
 # The scripts that write nothing.
-READS = {"began", "due", "get", "state", "task"}
+READS = {"began", "due", "get", "marks", "state", "task"}
 # The scripts that read or write the place of a record among the newest of its method.
 NOTING = {"abandon", "claim", "complete", "due", "release", "resolve", "suspend", "sweep"}
 

@@ -45,6 +45,7 @@ from msgspec import Struct
 from wirecall.errors import UsageError
 from wirecall.ledger.base import (
     ALL,
+    MARKS_WITHIN,
     STORED,
     TOMBSTONE_FACTOR,
     UNKNOWN_AFTER,
@@ -52,9 +53,11 @@ from wirecall.ledger.base import (
     Delivered,
     LedgerDown,
     Locked,
+    Mark,
     Only,
     Outcome,
     Place,
+    Receive,
     Recognition,
     Record,
     RecordId,
@@ -69,6 +72,7 @@ from wirecall.ledger.base import (
     recognise,
 )
 from wirecall.ledger.sqlite import file
+from wirecall.ledger.sqlite.bus import FolderBus
 from wirecall.ledger.sqlite.file import SQL, Row, as_down
 from wirecall.ledger.sqlite.transaction import HandlerTransaction
 from wirecall.ledger.sqlite.writer import Job, Writer, nothing, take_fences
@@ -276,6 +280,35 @@ class SqliteLedger:
     async def sweep(self, limit: int = 500) -> int:
         changed: int = await self._running().ask(Job(partial(self._sweep, limit)))
         return changed
+
+    async def mark(self, channel: str, mark: Mark, ttl: float) -> None:
+        await self._running().ask(Job(partial(self._mark, channel, mark, ttl)))
+
+    def _mark(self, channel: str, mark: Mark, ttl: float, db: apsw.Cursor, _: int) -> None:
+        wall = self._wall()
+        db.execute(SQL["forget_marks"], {"wall": wall})
+        made = {"channel": channel, "name": mark.name, "content": mark.content}
+        db.execute(SQL["mark"], {**made, "wall": wall, "ttl": ttl})
+
+    async def marked(self, channel: str, name: str) -> Mark | None:
+        def look(_: None, db: apsw.Cursor) -> Mark | None:
+            asked = {"channel": channel, "name": name, "wall": self._wall()}
+            content = db.execute(SQL["marked"], asked).get
+            return None if content is None else Mark(name, content)
+
+        return await self._read(look, None)
+
+    async def marks(self, channel: str, within: float) -> Sequence[Mark]:
+        recent = min(within, MARKS_WITHIN)
+
+        def look(_: None, db: apsw.Cursor) -> Sequence[Mark]:
+            asked = {"channel": channel, "within": recent, "wall": self._wall()}
+            return [Mark(*row) for row in db.execute(SQL["marks"], asked)]
+
+        return await self._read(look, None)
+
+    def join(self, channel: str, receive: Receive) -> FolderBus:
+        return FolderBus(os.path.realpath(self._path) + "-bus", channel, receive)
 
     async def ping(self) -> None:
         # Taking a fence is a write that no reader sees.

@@ -127,6 +127,23 @@ CREATE INDEX wirecall_tasks_started_at ON wirecall_tasks (started_at);
 
 UPDATE wirecall_meta SET level = 5;
 
+-- name: schema 6
+-- Messages to all processes of a channel. The times are those of the wall clock.
+CREATE TABLE wirecall_marks (
+    nth        INTEGER PRIMARY KEY,  -- the order in which they were made
+    channel    TEXT    NOT NULL,
+    name       TEXT    NOT NULL,
+    content    BLOB    NOT NULL,
+    made_at    REAL    NOT NULL,
+    expires_at REAL    NOT NULL,
+    UNIQUE (channel, name)
+);
+
+CREATE INDEX wirecall_marks_made_at ON wirecall_marks (channel, made_at);
+CREATE INDEX wirecall_marks_expires_at ON wirecall_marks (expires_at);
+
+UPDATE wirecall_meta SET level = 6;
+
 -- name: is_empty
 SELECT NOT EXISTS (SELECT 1 FROM sqlite_master);
 
@@ -389,3 +406,19 @@ SELECT state, count(*) FROM wirecall_commands INDEXED BY wirecall_commands_open 
 SELECT count(*) FROM wirecall_commands INDEXED BY wirecall_commands_open
 WHERE state = 'running' AND committed = 1
     AND (lease_until <= :clock OR lease_until > :clock + lease + 1 OR (boot <> :boot AND boot <> x'' AND :boot <> x''));
+
+-- name: mark
+INSERT OR REPLACE INTO wirecall_marks (channel, name, content, made_at, expires_at)
+VALUES (:channel, :name, :content, :wall, :wall + :ttl);
+
+-- name: forget_marks
+DELETE FROM wirecall_marks WHERE nth IN (
+    SELECT nth FROM wirecall_marks WHERE expires_at <= :wall ORDER BY expires_at LIMIT 10
+);
+
+-- name: marked
+SELECT content FROM wirecall_marks WHERE channel = :channel AND name = :name AND expires_at > :wall;
+
+-- name: marks
+SELECT name, content FROM wirecall_marks
+WHERE channel = :channel AND made_at > :wall - :within AND expires_at > :wall ORDER BY nth;
