@@ -522,6 +522,8 @@ class App(Declarations):
         None.
         """
         from wirecall.mcp.server.http import McpEndpoint
+        from wirecall.mcp.server.others import Relay
+        from wirecall.mcp.server.sessions import Sealer
         from wirecall.transports.health import health_endpoints
         from wirecall.transports.http_server import HttpServer
         from wirecall.transports.request import RPC_PATH
@@ -529,8 +531,12 @@ class App(Declarations):
         from wirecall.transports.websocket import rpc_socket
 
         self._check_scopes()
+        others = None
+        if self._is_shared and self._ledger_scheme != "memory":
+            others = self.ledger
+        relay = Relay(Sealer(self._secret), others)
         endpoints = {
-            path: McpEndpoint(server, self.limits, shared=self._is_shared)
+            path: McpEndpoint(server, self.limits, relay, path)
             for path, server in self._mcp_servers().items()
         }
 
@@ -539,6 +545,7 @@ class App(Declarations):
                 await self.access.aclose()
             for endpoint in endpoints.values():
                 await endpoint.aclose(grace / 4 / len(endpoints))
+            await relay.aclose()
             await self.aclose(grace * 3 / 4)
 
         async def not_ready() -> str | None:
@@ -552,8 +559,7 @@ class App(Declarations):
             if not self._is_announced:  # only the server around this app knows its address
                 self._warn_of_strangers(on_loopback=self.mode == "development")
             await self._enter()
-            for endpoint in endpoints.values():
-                await endpoint.open()
+            await relay.open()
             self._adopt_tasks()
             if self._ledger_scheme != "memory" and any(
                 each.is_command for each in self.registry.methods.values()

@@ -26,6 +26,7 @@ from tests.mcp.lab import Lab, every_revision, legacy, pairs
 from wirecall.errors import InvalidRequest
 from wirecall.mcp.revisions import REVISIONS
 from wirecall.mcp.server.changes import Subscribed
+from wirecall.mcp.server.others import EndedSession
 from wirecall.mcp.server.peer import Session
 from wirecall.mcp.server.sessions import LIFETIME, Sealer, Sessions
 from wirecall.transports.request import HttpError
@@ -262,17 +263,19 @@ async def test_notification_is_202_without_a_body(revision: str) -> None:
 
 async def test_session_token_that_was_accepted_is_refused_once_it_has_expired() -> None:
     now = [1000.0]
-    sessions = Sessions(
-        Sealer("secret", clock=lambda: now[0]), lambda _: False, (), Subscribed(1000)
-    )
+
+    async def is_ended(_: EndedSession) -> bool:
+        return False
+
+    sessions = Sessions(Sealer("secret", clock=lambda: now[0]), is_ended, (), Subscribed(1000))
     token = sessions.token("ann", Session(REVISIONS[R4]))
-    known = sessions.find("ann", token)
-    assert sessions.find("ann", token) is known
+    known = await sessions.find("ann", token)
+    assert await sessions.find("ann", token) is known
     with pytest.raises(HttpError, match="404"):
-        sessions.find("bob", token)
+        await sessions.find("bob", token)
     now[0] += LIFETIME + 1
     with pytest.raises(HttpError, match="404"):
-        sessions.find("ann", token)
+        await sessions.find("ann", token)
 
 
 @legacy

@@ -1,11 +1,10 @@
-"""The workers of one server pass on to each other what their clients must receive."""
+"""Processes with one secret and one ledger pass on to each other what their clients must receive."""
 
 import asyncio
 import os
-import socket
-import sys
+import stat
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,146 +15,380 @@ from tests.calls import make_app
 from tests.faults import eventually
 from tests.mcp.asgi import (
     PATIENCE,
+    R2,
     R4,
     HttpClient,
+    notification,
     request,
+    response,
 )
-from wirecall import UsageError
-from wirecall.mcp.server import sessions
-from wirecall.mcp.server import workers as others
+from wirecall import App, Context
+from wirecall.ledger.base import Bus, Ledger, LedgerDown, Mark, Receive, open_ledger
+from wirecall.ledger.sqlite.ledger import SqliteLedger
+from wirecall.mcp.server import others, sessions
 from wirecall.mcp.server.changes import Hub
+from wirecall.mcp.server.others import EndedSession, Place, Relay, within
 from wirecall.mcp.server.sessions import Sealer
-from wirecall.mcp.server.workers import EndedSession, Relay
+from wirecall.transports.http_server import HttpServer
+
+SECRET = "s3cret"
 
 
-def worker(folder: Path | None, secret: str, heard: list[Any]) -> Relay:
-    def take(*told: Any) -> None:
-        heard.append(told)
+class Station:
+    """A relay, and what it receives."""
 
-    return Relay(Hub(), Sealer(secret), shared=True, on_end=take, on_message=take, folder=folder)
+    def __init__(self, ledger: Ledger, secret: str, path: str = "/mcp") -> None:
+        self.heard: list[Any] = []
+        self.hub = Hub()
+        self.changes: list[Any] = []
+        self.hub.notify_here = lambda *change: self.changes.append(change)  # type: ignore[method-assign]
 
+        async def opened() -> Ledger:
+            return ledger
 
-async def test_relay_refuses_a_folder_that_is_not_ours(tmp_path: Path) -> None:
-    open_to_all, elsewhere, link, file = (
-        tmp_path / name for name in ("open", "elsewhere", "link", "file")
-    )
-    open_to_all.mkdir()
-    open_to_all.chmod(0o755)
-    elsewhere.mkdir(0o700)
-    link.symlink_to(elsewhere)
-    file.touch()
-    for folder in (open_to_all, link, file):
-        with pytest.raises((UsageError, FileExistsError)):
-            await worker(folder, "s", []).open()
-    assert list(elsewhere.iterdir()) == []
+        self.relay = Relay(Sealer(secret), opened)
+        self.path = path
+        self.relay.add(path, Place(self.hub, lambda: True, self._take, self._take))
+
+    def _take(self, *told: Any) -> None:
+        self.heard.append(told)
+
+    async def until(self, fact: Callable[[], bool]) -> None:
+        async def holds() -> bool:
+            return fact()
+
+        await eventually(holds)
 
 
 @asynccontextmanager
-async def workers(folder: Path, *secrets: str) -> AsyncIterator[list[tuple[Relay, list[Any]]]]:
-    heard: list[list[Any]] = [[] for _ in secrets]
-    made = [worker(folder, secret, told) for secret, told in zip(secrets, heard, strict=True)]
+async def stations(folder: Path, *secrets: str) -> AsyncIterator[list[Station]]:
+    """One for each secret, over one file; all of them listen."""
+    ledgers = [await open_ledger(f"sqlite:{folder}/ledger.db") for _ in secrets]
+    made = [Station(ledger, secret) for ledger, secret in zip(ledgers, secrets, strict=True)]
     for each in made:
-        await each.open()
+        await each.relay.open()
+    sockets = folder / "ledger.db-bus"
+
+    async def all_listen() -> bool:
+        return sockets.exists() and len(list(sockets.glob("wirecall-*"))) == len(secrets)
+
+    await eventually(all_listen)
     try:
-        yield list(zip(made, heard, strict=True))
+        yield made
     finally:
         for each in made:
-            await each.aclose()
+            await each.relay.aclose()
+        for ledger in ledgers:
+            await ledger.aclose()
 
 
-async def test_relay_delivers_messages_whatever_is_in_its_folder(
+async def test_relay_delivers_messages_once_to_those_with_its_secret(tmp_path: Path) -> None:
+    async with stations(tmp_path, "one", "one", "two") as [one, other, stranger]:
+        await one.relay.pass_on("/mcp", "caller", "token", b"{}")
+        await one.relay.pass_on("/mcp", "caller", "token", b"long" * 10_000)
+        await one.relay.pass_on("/elsewhere", "caller", "token", b"{}")
+        ended = EndedSession("caller", "id", 1)
+        await one.relay.announce_end("/mcp", ended, 60)
+        await other.until(lambda: len(other.heard) >= 3)
+        other.relay._looks.set()  # the same marks again
+        await other.until(lambda: not other.relay._looks.is_set())
+        assert sorted(map(repr, other.heard)) == sorted(
+            map(
+                repr,
+                [("caller", "token", b"{}"), ("caller", "token", b"long" * 10_000), (ended,)],
+            )
+        )
+        assert await other.relay.is_ended(ended) and not await stranger.relay.is_ended(ended)
+        assert (one.heard, stranger.heard) == ([], [])
+
+
+async def test_relay_sends_changes_that_wait_together_and_once(tmp_path: Path) -> None:
+    async with stations(tmp_path, "one", "one") as [one, other]:
+        long = "test://" + "x" * 10_000
+        for _ in range(100):
+            for number in range(20):
+                one.hub.notify("updated", f"test://{number}")
+        one.hub.notify("updated", long)
+        one.hub.notify("tools")
+        await other.until(
+            lambda: ("tools", None) in other.changes and ("updated", long) in other.changes
+        )
+        assert len(other.changes) == len(set(other.changes)) == 22
+
+
+async def test_relay_takes_no_message_that_is_not_sealed_with_its_secret(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A socket that a killed worker left behind, one that never answers, garbage, and what another
-    secret has sealed.
-    """
-    folder = tmp_path / "relay"
-    async with workers(folder, "one", "one", "two") as [(one, _), (_, heard), (stranger, strange)]:
-        with socket.socket(socket.AF_UNIX) as dead:
-            dead.bind(str(folder / f"1-dead{others.SOCKET}"))
-        with socket.socket(socket.AF_UNIX) as silent:
-            silent.bind(str(folder / f"2-silent{others.SOCKET}"))
+    async with stations(tmp_path, "one", "one") as [one, other]:
+        ledger = await open_ledger(f"sqlite:{tmp_path}/ledger.db")
+        channel = other.relay._channel
+        ended = EndedSession("ann", "id", 1)
+        forged = Sealer("two").seal("relay", "", {"by": "x", "at": "/mcp", "ended": ended}, 60)
+        bus = ledger.join(channel, lambda _: None)
+        assert bus is not None
+        for message in (forged, "", "A.B", "{}", "x" * 7000):
+            await bus.send(message)
+        strange = Sealer("one").seal("relay", "", {"by": "x", "at": "/mcp", "ended": 3}, 60)
+        await bus.send(strange)
+        await ledger.mark(channel, Mark("ended.ann.id", forged.encode()), 60)
+        await one.relay.pass_on("/mcp", "caller", "token", b"{}")
+        await other.until(lambda: bool(other.heard))
+        assert other.heard == [("caller", "token", b"{}")]
+        assert not await other.relay.is_ended(ended)
+        await bus.aclose()
+        await ledger.aclose()
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+
+
+async def test_bus_of_a_file_survives_what_is_in_its_folder(tmp_path: Path) -> None:
+    """A socket that a killed process left behind, one that never answers, and a long path."""
+    import socket
+
+    folder = tmp_path / ("long" * 40)
+    folder.mkdir()
+    async with stations(folder, "one", "one") as [one, other]:
+        here = os.getcwd()
+        os.chdir(folder / "ledger.db-bus")  # the path of a socket is short
+        try:
+            with socket.socket(socket.AF_UNIX) as dead:
+                dead.bind(f"{one.relay._channel}.1-dead")
+            silent = socket.socket(socket.AF_UNIX)
+            silent.bind(f"{one.relay._channel}.2-silent")
             silent.listen(1)
-            victim = next(
-                path for path in folder.glob(f"{os.getpid()}-*{others.SOCKET}") if path != one._path
-            )
-            for garbage in (b"", b"\xff\xfe", b"A.B", b"{}", b"x" * 100_000):
-                _, writer = await asyncio.open_unix_connection(victim)
-                writer.write(garbage)
-                writer.close()
-            stranger.pass_on("caller", "strange", b"{}")
-            one.pass_on("caller", "token", b"{}")
-
-            async def told() -> bool:
-                return bool(heard) and not (folder / f"1-dead{others.SOCKET}").exists()
-
-            await eventually(told)
-        assert (heard, strange) == ([("caller", "token", b"{}")], [])
-    assert all(record.levelname == "WARNING" for record in caplog.records)
+        finally:
+            os.chdir(here)
+        await one.relay.pass_on("/mcp", "caller", "token", b"{}")
+        await other.until(lambda: bool(other.heard))
+        assert not (folder / "ledger.db-bus" / f"{one.relay._channel}.1-dead").exists()
+        assert stat.S_IMODE((folder / "ledger.db-bus").stat().st_mode) == 0o700
+        silent.close()
 
 
-async def test_relay_bounds_messages_that_wait_for_other_workers(
+async def test_bus_of_a_file_refuses_a_folder_that_is_not_ours(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others still find the marks."""
+    (tmp_path / "elsewhere").mkdir(0o700)
+    (tmp_path / "link.db-bus").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "open.db-bus").mkdir()
+    (tmp_path / "open.db-bus").chmod(0o755)
+    for name in ("link", "open"):
+        ledger = await open_ledger(f"sqlite:{tmp_path}/{name}.db")
+        heard: list[str | None] = []
+        bus = ledger.join("c", heard.append)
+        assert bus is not None
+
+        async def is_refused(name: str = name) -> bool:
+            return f"{name}.db-bus" in caplog.text
+
+        await eventually(is_refused)
+        assert heard == []
+        with pytest.raises(LedgerDown):
+            await bus.send("hello")
+        await bus.aclose()
+        await ledger.aclose()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+async def test_folder_of_a_bus_is_removed_with_its_last_process(tmp_path: Path) -> None:
+    async with stations(tmp_path, "one", "one"):
+        assert (tmp_path / "ledger.db-bus").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["ledger.db"]
+
+
+# --- a bus that loses everything ------------------------------------------------------------------
+
+
+@pytest.fixture
+def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process reaches another, and each looks for marks all the time."""
+
+    class Deaf:
+        async def send(self, message: str) -> None:
+            """It is lost."""
+
+        async def aclose(self) -> None:
+            """Nothing is open."""
+
+    def join(_: SqliteLedger, __: str, hear: Receive) -> Bus:
+        return Deaf()
+
+    monkeypatch.setattr(SqliteLedger, "join", join)
+    monkeypatch.setattr(others, "LOOK_EVERY", 0.02)
+
+
+class Shop:
+    """One process of a shop, as far as its clients can see."""
+
+    def __init__(self, folder: Path) -> None:
+        self.app = make_app(secret=SECRET, ledger=f"sqlite:{folder}/ledger.db")
+        self.charged: list[int] = []
+        self.asgi: HttpServer = self.app.asgi()
+        self.waits = asyncio.Event()
+        add_tools(self.app, self)
+
+
+def add_tools(app: App, shop: Shop) -> None:
+    @app.command
+    async def charge(ctx: Context, amount: int) -> int:
+        shop.waits.set()
+        await ctx.progress(1)
+        await asyncio.Event().wait()
+        await ctx.commit_point()
+        shop.charged.append(amount)
+        return amount
+
+    @app.tool
+    async def ask(ctx: Context) -> str:
+        shop.waits.set()
+        answer = await ctx.elicit(
+            "Who?", {"type": "object", "properties": {"name": {"type": "string"}}}
+        )
+        return f"hello {answer.content['name']}"
+
+
+@asynccontextmanager
+async def shops(folder: Path) -> AsyncIterator[tuple[Shop, Shop]]:
+    a = Shop(folder)
+    b = Shop(folder)
+    await a.asgi.open()
+    await b.asgi.open()
+    try:
+        yield a, b
+    finally:
+        await a.asgi.aclose()
+        await b.asgi.aclose()
+
+
+def at(shop: Shop, client: HttpClient) -> HttpClient:
+    """The same session at another process."""
+    other = HttpClient(shop.asgi, client.revision)
+    other.session = client.session
+    return other
+
+
+async def opened(shop: Shop, revision: str = R4) -> HttpClient:
+    client = HttpClient(shop.asgi, revision, {"elicitation": {}})
+    await client.open()
+    return client
+
+
+async def status(client: HttpClient) -> int:
+    return (await client.post(request("ping")).started()).status
+
+
+def tool(name: str, id: int = 7, **arguments: Any) -> dict[str, Any]:
+    params = {"name": name, "arguments": arguments, "_meta": {"progressToken": id}}
+    return request("tools/call", params, id)
+
+
+CANCELLED = notification("notifications/cancelled", {"requestId": 7})
+
+
+@pytest.mark.usefixtures("deaf")
+async def test_end_of_a_session_is_seen_although_no_message_arrives(tmp_path: Path) -> None:
+    async with shops(tmp_path) as (a, b):
+        client = await opened(a)
+        stream = await client.listen().started()
+        assert (await at(b, client).exchange("DELETE").started()).status == 204
+
+        async def is_over() -> bool:
+            return await status(client) == 404
+
+        await eventually(is_over)
+        assert await stream.message() is None
+        await client.close()
+
+
+@pytest.mark.usefixtures("deaf")
+@pytest.mark.parametrize(("revision", "message"), [(R4, CANCELLED), (R2, [CANCELLED])])
+async def test_cancellation_is_seen_although_no_message_arrives(
+    tmp_path: Path, revision: str, message: Any
+) -> None:
+    """The call has not reached its commit point, so it never does."""
+    async with shops(tmp_path) as (a, b):
+        client = await opened(a, revision)
+        called = client.post(tool("charge", amount=5))
+        await asyncio.wait_for(a.waits.wait(), PATIENCE)
+        assert (await at(b, client).post(message).started()).status == 202
+        await called.started()
+        while found := await called.message():
+            assert found["method"] == "notifications/progress"
+        assert a.charged == b.charged == []
+        await client.close()
+
+
+@pytest.mark.usefixtures("deaf")
+@pytest.mark.parametrize("revision", [R4, "2025-06-18"])
+async def test_answer_is_seen_although_no_message_arrives(tmp_path: Path, revision: str) -> None:
+    async with shops(tmp_path) as (a, b):
+        client = await opened(a, revision)
+        called = await client.post(tool("ask")).started()
+        question = await called.message()
+        assert question is not None and question["method"] == "elicitation/create"
+        answer = response(question["id"], {"action": "accept", "content": {"name": "Ann"}})
+        assert (await at(b, client).post(answer).started()).status == 202
+        final = await called.message()
+        assert final is not None and final["result"]["content"][0]["text"] == "hello Ann"
+        await client.close()
+
+
+async def test_message_that_cannot_be_kept_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(others, "MAX_WAITING", 100_000)
-    monkeypatch.setattr(others, "PATIENCE", 0.2)
-    async with workers(tmp_path / "relay", "one") as [(one, _)]:
-        with socket.socket(socket.AF_UNIX) as stuck:
-            stuck.bind(str(tmp_path / "relay" / f"1-stuck{others.SOCKET}"))
-            stuck.listen(1)
-            for _ in range(100):
-                one.pass_on("caller", "token", b"x" * 10_000)
-            assert len(one._tasks) < 10
-            await asyncio.wait(one._tasks, timeout=PATIENCE)
-        assert one._waiting == 0
+    """Not 202: its client sends it again. A session that is new here is not served either."""
+
+    async def down(*_: Any) -> None:
+        raise LedgerDown("away")
+
+    async with shops(tmp_path) as (a, b):
+        client = await opened(a)
+        late = await opened(a)
+        there = at(b, client)
+        assert await status(there) == 200
+        with monkeypatch.context() as patch:
+            patch.setattr(SqliteLedger, "mark", down)
+            patch.setattr(SqliteLedger, "marked", down)
+            for refused in (
+                there.post(CANCELLED),
+                there.post(response("1", {})),
+                there.post(request("logging/setLevel", {"level": "info"})),
+                there.exchange("DELETE"),
+                at(b, late).post(request("ping")),
+            ):
+                answered = await refused.started()
+                assert (answered.status, answered.header("retry-after")) == (503, "1")
+            assert await status(there) == await status(client) == await status(late) == 200
+        assert (await there.exchange("DELETE").started()).status == 204
+        assert await status(at(b, late)) == 200
+        for each in (client, late):
+            await each.close()
 
 
-async def test_marks_are_bounded_and_ended_sessions_stay_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A caller that opens and ends sessions all day does not fill the disk or revive any session."""
-    monkeypatch.setattr(others, "MAX_MARKS", 20)
-    monkeypatch.setattr(others, "MARKS_ADDED", 10)
-    now = int(time.time() * 1000)
-    ended = [
-        EndedSession("bob", "of-bob", now - 1000),
-        *(EndedSession("ann", f"{number:03}", now + number) for number in range(100)),
-    ]
-    async with workers(tmp_path / "relay", "one", "one") as [(one, _), (other, _)]:
-        for each in ended:
-            one.announce_end(each)
-        assert len(list((tmp_path / "relay" / others.MARKS).iterdir())) <= 30
-        assert all(other.know_ended(each) for each in ended)
-        assert other.know_ended(EndedSession("ann", "open", now + 50))  # the cost of ending so many
-        assert not other.know_ended(EndedSession("ann", "newer", now + 1000))
-        assert not other.know_ended(EndedSession("bob", "open", now - 2000))
+async def test_stream_that_is_unknown_is_refused_with_the_reason(tmp_path: Path) -> None:
+    async with shops(tmp_path) as (a, _):
+        client = await opened(a)
+        called = await client.post(tool("ask")).started()
+        first = await called.event()
+        assert first is not None and first.id is not None
+        for id, is_elsewhere in (("0" + first.id, True), (first.id.replace(".", "0."), False)):
+            refused = await client.listen(id).started()
+            assert refused.status == 400
+            assert (b"began in another process" in await refused.read()) == is_elsewhere
+        await client.post(CANCELLED).started()
+        await client.close()
 
 
-async def test_marks_of_many_callers_are_bounded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(others, "MAX_MARKS", 20)
-    monkeypatch.setattr(others, "MARKS_ADDED", 10)
-    now = int(time.time() * 1000)
-    ended = [EndedSession(f"caller{number}", "id", now + number) for number in range(100)]
-    async with workers(tmp_path / "relay", "one") as [(one, _)]:
-        for each in ended:
-            one.announce_end(each)
-        assert len(list((tmp_path / "relay" / others.MARKS).iterdir())) <= 30
-        assert all(one.know_ended(each) for each in ended)
-        assert not one.know_ended(EndedSession("caller1", "id", now + 1000))
-
-
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("ledger", ["memory:", "sqlite:"])
 async def test_session_stays_ended_however_many_end_after_it(
-    shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ledger: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "MAX_ENDED", 10)
-    monkeypatch.setattr(others, "MAX_MARKS", 10)
-    monkeypatch.setattr(others, "MARKS_ADDED", 5)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    more: Any = {"secret": "s3cret"} if shared else {}
-    app = make_app(authenticate=lambda headers: headers.get("authorization"), **more)
+    if ledger == "sqlite:":
+        ledger = f"sqlite:{tmp_path}/ledger.db"
+    app = make_app(
+        authenticate=lambda headers: headers.get("authorization"), secret=SECRET, ledger=ledger
+    )
     asgi = app.asgi()
     await asgi.open()
 
@@ -163,9 +396,6 @@ async def test_session_stays_ended_however_many_end_after_it(
         client = HttpClient(asgi, R4, headers={"authorization": caller})
         await client.open()
         return client
-
-    async def status(client: HttpClient) -> int:
-        return (await client.post(request("ping")).started()).status
 
     bob = await session("bob")
     used = await session("ann")
@@ -182,65 +412,17 @@ async def test_session_stays_ended_however_many_end_after_it(
     await asgi.aclose()
 
 
-async def test_folders_of_workers_that_were_killed_are_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those without a living worker and without a mark that still matters; similar folders stay
-    untouched.
-    """
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    code = """
-import asyncio, os, signal, sys, time
-from wirecall.mcp.server.changes import Hub
-from wirecall.mcp.server.sessions import Sealer
-from wirecall.mcp.server.workers import EndedSession, Relay
-
-async def main():
-    one = Relay(Hub(), Sealer(sys.argv[1]), shared=True, on_end=print, on_message=print)
-    await one.open()
-    if sys.argv[2] != "none":
-        one.announce_end(EndedSession("ann", "id", int((time.time() - float(sys.argv[2])) * 1000)))
-    print(one._folder, flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-asyncio.run(main())
-"""
-    left = {}
-    for name, mark in (("young", "60"), ("old", str(3 * 86_400)), ("killed", "none")):
-        killed = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", code, name, mark),
-            env={**os.environ, "TMPDIR": str(tmp_path)},
-            stdout=asyncio.subprocess.PIPE,
-        )
-        told, _ = await killed.communicate()
-        left[name] = Path(told.decode().strip())
-    assert left["killed"].exists()  # the last one that was killed
-    strange = tmp_path / "wirecall-1-strange"
-    strange.mkdir()
-    alive = worker(None, "alive", [])
-    fresh = worker(None, "fresh", [])
-    await alive.open()
-    await fresh.open()
-    assert [name for name, path in left.items() if path.exists()] == ["young"]
-    assert strange.exists() and alive._folder.exists()
-    await alive.aclose()
-    await fresh.aclose()
-    assert sorted(tmp_path.iterdir()) == sorted([strange, left["young"]])
-
-
-async def test_session_ends_although_no_mark_can_be_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    app = make_app(secret="s3cret")
-    asgi = app.asgi()
-    await asgi.open()
-    client = HttpClient(asgi, R4)
-    await client.open()
-    (folder,) = tmp_path.iterdir()
-    (folder / others.MARKS).rmdir()  # another process tidies up
-    assert (await client.exchange("DELETE").started()).status == 204
-    assert (await client.post(request("ping")).started()).status == 404
-    await client.close()
-    await asgi.aclose()
+def test_list_of_ended_sessions_is_bounded() -> None:
+    """A caller that ends many sessions revives none, and others keep theirs."""
+    now = int(time.time() * 1000)
+    ann = [EndedSession("ann", f"{number:03}", now + number) for number in range(100)]
+    bob = EndedSession("bob", "of-bob", now - 1000)
+    kept = within({each.name: each.opened for each in (bob, *ann)}, now - 5000, 20)
+    assert len(kept) <= 20
+    assert all(each.is_among(kept.get) for each in (bob, *ann))
+    assert not EndedSession("ann", "newer", now + 1000).is_among(kept.get)
+    assert not EndedSession("bob", "open", now - 2000).is_among(kept.get)
+    many = {EndedSession(f"caller{number}", "id", now).name: now for number in range(100)}
+    assert len(within(many, now - 5000, 20)) <= 20
+    assert EndedSession("caller1", "id", now).is_among(within(many, now - 5000, 20).get)
+    assert within(many, now + 1, 20) == {}

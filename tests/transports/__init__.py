@@ -17,6 +17,7 @@ from tests.calls import make_app
 from tests.rsgi import drive
 from wirecall import Limits
 from wirecall.mcp.server.http import McpEndpoint
+from wirecall.mcp.server.others import Relay
 from wirecall.protocol.messages import Data, Id
 from wirecall.protocol.receipt import Receipt
 from wirecall.protocol.sender import Sender
@@ -216,7 +217,7 @@ def make_server(limits: Limits, **options: Any) -> HttpServer:
     }
     routes: dict[str, Endpoint] = {
         "/rpc": rpc_endpoint(handle),
-        "/mcp": McpEndpoint(app.mcp(), limits, shared=False),
+        "/mcp": McpEndpoint(app.mcp(), limits, Relay(app.mcp().sealer, None), "/mcp"),
         **own,
         **health_endpoints(),
     }

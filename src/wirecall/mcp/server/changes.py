@@ -111,7 +111,7 @@ class Hub:
 
     def __init__(self) -> None:
         self._listeners: set[Listener] = set()
-        # Notifies the other workers.
+        # Notifies the other processes.
         self.beyond: Callable[[str, str | None], None] | None = None
         # Called with the id of a task that has changed.
         self.on_task: Callable[[str], None] | None = None
@@ -123,7 +123,7 @@ class Hub:
         self._listeners.discard(listener)
 
     def notify(self, kind: str, uri: str | None = None) -> None:
-        """Notify every listener, here and in other workers. May be called from any thread."""
+        """Notify every listener, here and in other processes. May be called from any thread."""
         self.notify_here(kind, uri)
         if self.beyond is not None:
             self.beyond(kind, uri)

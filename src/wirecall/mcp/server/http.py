@@ -12,7 +12,7 @@ A POST is checked in this order; the first check that fails gives the answer:
 An answer is plain JSON unless something is sent before it: then it is a stream. The eras differ
 when a client leaves. At 2026-07-28 leaving cancels the call. In the older revisions the call
 continues, and its events are kept for a reader that comes back (`streams`); messages that belong to
-another worker are passed on (`workers`).
+another process are passed on (`others`).
 """
 
 import asyncio
@@ -36,17 +36,26 @@ from wirecall.errors import (
     UnknownVersion,
 )
 from wirecall.jsonrpc import make_batch
+from wirecall.ledger.base import LedgerDown
 from wirecall.limits import Limits
+from wirecall.logs import logger
 from wirecall.mcp import headers
 from wirecall.mcp.revisions import REVISIONS, STATELESS, UNSTATED, Revision
 from wirecall.mcp.server import messages
 from wirecall.mcp.server.catalog import input_schema
 from wirecall.mcp.server.changes import forward, session_listener
 from wirecall.mcp.server.messages import BadEnvelope, ClientAnswer, Incoming
+from wirecall.mcp.server.others import EndedSession, Place, Relay
 from wirecall.mcp.server.peer import Session, described_session
 from wirecall.mcp.server.sessions import Known, Sessions
-from wirecall.mcp.server.streams import Channel, Direct, NoOutlet, StreamStore, event
-from wirecall.mcp.server.workers import Relay
+from wirecall.mcp.server.streams import (
+    Channel,
+    Direct,
+    NoOutlet,
+    StreamStore,
+    event,
+    name_of_process,
+)
 from wirecall.mcp.types import CallTool, Params
 from wirecall.protocol.messages import Envelope, Invalid
 from wirecall.protocol.sender import Sender
@@ -74,7 +83,9 @@ EVENTS = "text/event-stream"
 BOTH = frozenset({JSON, EVENTS})
 _NEWEST = STATELESS[-1].name
 
-# Requests that change the state of a session in every worker.
+CANCELLED = "notifications/cancelled"
+
+# Requests that change the state of a session in every process.
 _FOR_ALL = frozenset({"logging/setLevel", "resources/subscribe", "resources/unsubscribe"})
 
 # Errors at 2026-07-28 that have their own HTTP status, as long as no stream has begun
@@ -94,28 +105,28 @@ _STATUS: dict[type[RpcError], int] = {
 class McpEndpoint:
     """Serves `/mcp`."""
 
-    def __init__(self, server: "Server", limits: Limits, *, shared: bool) -> None:
+    def __init__(self, server: "Server", limits: Limits, relay: Relay, path: str) -> None:
         self._server = server
+        self._relay = relay
+        self._path = path
         self._limits = limits
         # The arguments of each tool that a header repeats, and the tool, since another tool may get
         # its name.
         self._marked: dict[str, tuple[Method, dict[tuple[str, ...], str]]] = {}
-        self._relay = Relay(
-            server.hub,
-            server.sealer,
-            shared=shared,
-            on_end=lambda ended: self.sessions.end(ended),
-            on_message=self._take_relayed,
-        )
         self.sessions = Sessions(
-            server.sealer, self._relay.know_ended, server.extensions, server.subscribed
+            server.sealer, self._is_ended, server.extensions, server.subscribed
+        )
+        relay.add(
+            path,
+            Place(
+                server.hub,
+                lambda: len(self.sessions) > 0,
+                lambda ended: self.sessions.end(ended),
+                self._take_relayed,
+            ),
         )
         self.store = StreamStore(self._limits)
         self._work: set[asyncio.Task[bytes | None]] = set()
-
-    async def open(self) -> None:
-        """Listen to the other workers, if there may be any. Called before the first request."""
-        await self._relay.open()
 
     async def aclose(self, grace: float) -> None:
         """Cancel calls that still run for clients that have left.
@@ -126,7 +137,6 @@ class McpEndpoint:
             task.cancel()
         if self._work:
             await asyncio.wait(self._work, timeout=grace)
-        await self._relay.aclose()
 
     async def __call__(self, request: HttpRequest) -> None:
         if request.method != "POST":
@@ -283,7 +293,7 @@ class McpEndpoint:
             if message.method == "initialize":
                 await self._initialize(request, message)
                 return
-            known = self._session(request, version)
+            known = await self._session(request, version)
             if message.method in _FOR_ALL:
                 await self._pass_on(request)
             await self._serve_one(request, known, message, params)
@@ -296,7 +306,7 @@ class McpEndpoint:
             return
         # A notification and an answer to a question get 202, or 400 with the reason (2025-11-25,
         # transports, "Receipt Messages to the Server").
-        known = self._session(request, version)
+        known = await self._session(request, version)
         try:
             is_useful = self._server.take(message, known.session)
         except RpcError as error:
@@ -315,13 +325,27 @@ class McpEndpoint:
             return
         token: Pairs = ()
         if session.revision.has("http session"):
-            token = [(SESSION, self.sessions.token(request.caller, session))]
+            sealed = self.sessions.token(request.caller, session)
+            token = [(SESSION, sealed)]
+            if self._relay.is_shared:  # so that its first request does not ask the ledger
+                self.sessions.trust(request.caller, sealed)
         await request.respond(200, answer, headers=token)
 
     async def _pass_on(self, request: HttpRequest) -> None:
-        """Send the other workers a message: they may know its call or its question."""
+        """Send the other processes a message: they may know its call or its question."""
         data = await request.body()
-        self._relay.pass_on(request.caller, request.headers.get(SESSION), data)
+        token = request.headers.get(SESSION)
+        try:
+            await self._relay.pass_on(self._path, request.caller, token, data)
+        except LedgerDown as error:
+            raise _unreachable("the message cannot reach the process it is for", error) from error
+
+    async def _is_ended(self, session: EndedSession) -> bool:
+        """Return whether a session that is new here has ended elsewhere."""
+        try:
+            return await self._relay.is_ended(session)
+        except LedgerDown as error:
+            raise _unreachable("whether the session has ended is not known", error) from error
 
     async def _post_array(
         self, request: HttpRequest, entries: list[Incoming], version: str | None
@@ -334,7 +358,7 @@ class McpEndpoint:
         known: Known | None = None
         revision = STATELESS[-1]
         if not _is_newer(version):
-            known = self._session(request, version)
+            known = await self._session(request, version)
             revision = known.session.revision
         try:
             entries = messages.admitted(entries, revision)
@@ -350,6 +374,8 @@ class McpEndpoint:
         if request.identity is not None:
             scopes = [scope for entry in entries for scope in self._server.scopes(entry)]
             self._server.permit(request.identity, scopes)
+        if any(_is_for_others(entry, known.session) for entry in entries):
+            await self._pass_on(request)
         channel, sender = await self._open_channel(request, known)
         channel.is_eager = prefers_events(request.headers.get("accept") or "")
         work = self._answer_array(entries, known.session, channel, sender)
@@ -484,21 +510,22 @@ class McpEndpoint:
         return task
 
     def _take_relayed(self, caller: str, token: str, data: bytes) -> None:
-        """Take a message that a session has sent to another worker."""
+        """Take a message that a session has sent to another process, or an array of them."""
         try:
-            known = self.sessions.find(caller, token)
+            known = self.sessions.trust(caller, token)
         except HttpError:
             return
-        message = messages.read(data, self._limits)
-        if isinstance(message, (Envelope, ClientAnswer)):
-            sender = Sender(caller)
-            self._start(self._server.answer(message, known.session, NoOutlet(), sender))
+        read = messages.read(data, self._limits)
+        for message in read if isinstance(read, list) else [read]:
+            if isinstance(message, (Envelope, ClientAnswer)) and _may_be_for_others(message):
+                sender = Sender(caller)
+                self._start(self._server.answer(message, known.session, NoOutlet(), sender))
 
     # --- GET and DELETE ---------------------------------------------------------------------------
 
     async def _get(self, request: HttpRequest) -> None:
         """Send the standing stream of a session, or the rest of an interrupted stream."""
-        known = self._standing_session(request)
+        known = await self._standing_session(request)
         if not _takes(request.headers.get("accept"), frozenset({EVENTS})):
             raise HttpError(406, f"Accept: expected {EVENTS}")
         request.holder = request.holder or known.id
@@ -511,7 +538,7 @@ class McpEndpoint:
             is_number = number.isdecimal() and len(number) < 19
             if channel is None or not is_number or not channel.has_all_after(int(number)):
                 # Not 404: that would say that the session is over.
-                raise HttpError(400, f"{LAST_EVENT}: no such stream here, or its events are gone")
+                raise HttpError(400, f"{LAST_EVENT}: {_no_stream(name)}")
             request.receipt = channel.receipt
             with known.resuming(channel):
                 await channel.follow(request, int(number))
@@ -532,12 +559,15 @@ class McpEndpoint:
             self._server.hub.remove(listener)
 
     async def _delete(self, request: HttpRequest) -> None:
-        known = self._standing_session(request)
-        ended = known.ended
-        assert ended is not None
+        known = await self._standing_session(request)
+        assert known.ended is not None
+        lasts = known.until - self._server.sealer.clock()
+        try:
+            await self._relay.announce_end(self._path, known.ended, lasts)
+        except LedgerDown as error:
+            raise _unreachable("the session has not ended", error) from error
         self._server.ended(known.session)
-        self.sessions.end(ended)
-        self._relay.announce_end(ended)
+        self.sessions.end(known.ended)
         await request.respond(204)
 
     async def _refuse(
@@ -551,7 +581,7 @@ class McpEndpoint:
         """Answer with an error and its status."""
         await request.respond(status, self._server.answers.failure(id, error, revision))
 
-    def _standing_session(self, request: HttpRequest) -> Known:
+    async def _standing_session(self, request: HttpRequest) -> Known:
         """Return the session of a GET or a DELETE, which need one."""
         version = _single(request, headers.VERSION)
         if version is not None and version not in REVISIONS:
@@ -566,16 +596,16 @@ class McpEndpoint:
             raise HttpError(
                 405, f"expected POST: MCP {version} has no other method", [("allow", "POST")]
             )
-        return self._session(request, version)
+        return await self._session(request, version)
 
-    def _session(self, request: HttpRequest, version: str | None) -> Known:
+    async def _session(self, request: HttpRequest, version: str | None) -> Known:
         """Return the session of a request.
 
         Without a token, it is a session for this request alone, by its version header.
         """
         token = _single(request, SESSION)
         if token is not None:
-            return self.sessions.find(request.caller, token)
+            return await self.sessions.find(request.caller, token)
         # Without a header 2025-03-26 is assumed (2025-11-25, transports, "Protocol Version
         # Header").
         return Known(Session(REVISIONS.get(version or "", UNSTATED)))
@@ -603,6 +633,40 @@ def _single(request: HttpRequest, name: str) -> str | None:
     if fields.has_doubles and len(fields.all(name)) > 1:
         raise HttpError(400, f"more than one {name} header")
     return fields.get(name)
+
+
+def _unreachable(what: str, error: LedgerDown) -> HttpError:
+    """Return the answer to a request that needs the ledger."""
+    logger.warning("%s: %s", what, error)
+    return HttpError(
+        503, f"{what}: the ledger cannot be reached; send it again", [("retry-after", "1")]
+    )
+
+
+def _may_be_for_others(message: "Envelope | ClientAnswer") -> bool:
+    """Return whether a message of a session may change something in another process."""
+    if isinstance(message, ClientAnswer):
+        return True
+    if message.id is UNSET:
+        return message.method == CANCELLED
+    return message.method in _FOR_ALL
+
+
+def _is_for_others(entry: Incoming, session: Session) -> bool:
+    """Return the same for an entry of an array."""
+    if isinstance(entry, ClientAnswer):
+        return entry.id not in session.asked
+    return isinstance(entry, Envelope) and _may_be_for_others(entry)
+
+
+def _no_stream(name: str) -> str:
+    """Return why a stream cannot be resumed here."""
+    if name.startswith(name_of_process()):
+        return "there is no such stream, or its events are gone"
+    return (
+        "this stream began in another process, and only that one has its events; send the call "
+        "again, with its idempotency key if it has one"
+    )
 
 
 def _is_newer(version: str | None) -> bool:

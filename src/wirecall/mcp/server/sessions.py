@@ -3,7 +3,7 @@
 A session's id is a sealed string (`Sealer`) that carries the negotiated state, so any process with
 the same secret serves it. Only calls in flight, streams and questions to the client stay in this
 process. So a session that is forgotten because there are too many is read from its token again, and
-the process has to remember ended sessions (`workers.EndedSession`).
+the process has to remember ended sessions (`others.EndedSession`).
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import hmac
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Awaitable, Callable, Container, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -22,8 +22,8 @@ from msgspec import Raw, Struct
 
 from wirecall.logs import logger
 from wirecall.mcp.revisions import REVISIONS
+from wirecall.mcp.server.others import EndedSession, within
 from wirecall.mcp.server.peer import Session
-from wirecall.mcp.server.workers import EndedSession, within
 from wirecall.protocol.messages import JsonObject, encode
 from wirecall.transports.request import HttpError
 
@@ -136,13 +136,13 @@ class Known:
 class Sessions:
     """The sessions that this process knows.
 
-    `is_ended` says whether another process has seen the end of one.
+    `is_ended` returns whether another process has seen the end of one.
     """
 
     def __init__(
         self,
         sealer: "Sealer",
-        is_ended: Callable[[EndedSession], bool],
+        is_ended: Callable[[EndedSession], Awaitable[bool]],
         offered: Container[str],
         subscribed: "Subscribed",
     ) -> None:
@@ -193,7 +193,7 @@ class Sessions:
             )
         return kept
 
-    def find(self, caller: str, token: str) -> Known:
+    async def find(self, caller: str, token: str) -> Known:
         """Return the session behind a token.
 
         Raises `HttpError` 404 if the caller has no such session, or it has ended.
@@ -205,11 +205,24 @@ class Sessions:
         if known is not None and known.until >= self._sealer.clock():
             self._known.move_to_end(id)
             return known
+        found = self._open(caller, token)
+        if found.id not in self._known and await self._is_ended(_entry_of(caller, found)):
+            raise _over()
+        return self._meet(caller, token, found)
+
+    def trust(self, caller: str, token: str) -> Known:
+        """Return the same for a token that a process with our secret has just verified or made."""
+        return self._meet(caller, token, self._open(caller, token))
+
+    def _open(self, caller: str, token: str) -> "Sealed":
         # A client that gets 404 has to send `initialize` again (2025-11-25, transports, "Session
         # Management").
         found = self._sealer.open("session", caller, token)
         if found is None:
             raise HttpError(404, "no such session: send initialize")
+        return found
+
+    def _meet(self, caller: str, token: str, found: "Sealed") -> Known:
         id = found.id
         known = self._known.get(id)
         if known is None:
@@ -224,11 +237,10 @@ class Sessions:
 
     def _read(self, caller: str, token: "Sealed") -> Known:
         """Return the session that a token describes; `HttpError` 404 if it has ended."""
+        ended = _entry_of(caller, token)
+        if ended.is_among(self._ended.get):
+            raise _over()
         negotiated = _decode(token.value)
-        digest = hashlib.sha256(caller.encode()).hexdigest()[:16]
-        ended = EndedSession(digest, token.id, negotiated.opened)
-        if ended.is_among(self._ended.get) or self._is_ended(ended):
-            raise HttpError(404, "the session has ended: send initialize")
         session = Session(
             REVISIONS[negotiated.revision],
             negotiated.capabilities,
@@ -261,6 +273,16 @@ class Sessions:
         self._ended[ended.name] = ended.opened
         if len(self._ended) > MAX_ENDED:
             self._ended = within(self._ended, int((time.time() - LIFETIME) * 1000), MAX_ENDED)
+
+
+def _entry_of(caller: str, token: "Sealed") -> EndedSession:
+    """Return the entry of a session in the list of ended ones."""
+    digest = hashlib.sha256(caller.encode()).hexdigest()[:16]
+    return EndedSession(digest, token.id, _decode(token.value).opened)
+
+
+def _over() -> HttpError:
+    return HttpError(404, "the session has ended: send initialize")
 
 
 # --- sealed strings -------------------------------------------------------------------------------

@@ -30,7 +30,17 @@ EVENT = 200
 # Bytes that a channel takes besides its events.
 CHANNEL = 4096
 
+_START = os.urandom(4).hex()
+
 _COMMENT = b": keep-alive\n\n"
+
+
+def name_of_process() -> str:
+    """Return how the ids of our streams begin: a client may come back to another process.
+
+    Workers are copies of one process.
+    """
+    return f"{_START}{os.getpid():x}-"
 
 
 def event(message: bytes, id: str | None = None) -> bytes:
@@ -168,7 +178,7 @@ class Channel:
         numbered: bool,
         primed: bool,
     ) -> None:
-        self.id = os.urandom(6).hex()
+        self.id = name_of_process() + os.urandom(6).hex()
         self.caller = request.caller
         self.stopping = request.stopping
         self.receipt = request.receipt = Receipt(request.follow, session=link)

@@ -9,8 +9,8 @@ This is the extension io.modelcontextprotocol/tasks (SEP-2663).
 2. A client asks for the state of a task (`tasks/get`), answers its questions (`tasks/update`),
    cancels it (`tasks/cancel`), or listens to its changes (`subscriptions/listen`).
 3. `tasks/cancel` is a request, not an order. A task that has done nothing ends; one past its commit
-   point finishes. Workers of the same host learn about the request at once, a process elsewhere
-   when it renews the lease.
+   point finishes. The process that runs it learns about the request at once, or, if the bus loses
+   the message, when it renews the lease.
 4. A task that has ended does not change. Its answer is its record's, unless the record cannot give
    one: then `final` keeps the first answer that a client received.
 5. Knowing an id gives no access: the server answers for a task of another caller as for an unknown
@@ -108,7 +108,7 @@ class Tasks:
                 document.message = "cancelled after its commit point: it finishes"
             return True
 
-        # The hub notifies every worker, this one included.
+        # The hub notifies every process, this one included.
         await self._reached(self._runner.change(found.id, edit))
         if found.id not in self._runner.runs:
             self._runner.dispatcher().commands.start(self._runner.end_cancelled(found.id))
@@ -164,7 +164,7 @@ class Tasks:
                     async with asyncio.timeout(pause / 1000):
                         await listener.next()
                 except TimeoutError:
-                    changed.update(ids)  # other hosts do not report changes of their tasks
+                    changed.update(ids)  # a change may be lost between processes
         finally:
             self._hub.remove(listener)
 
