@@ -14,21 +14,19 @@ import subprocess
 import sys
 import tempfile
 import time
-import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.environments import environment
 from tests.faults.proxy import Proxy
 from tests.mcp.node import installed, node
 from wirecall import connect_sync
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-ENVIRONMENTS = ROOT / ".venv-frameworks"
 PATIENCE = 120.0  # seconds for one purchase
-INSTALLING = 900.0  # seconds for one environment
 PRICE = 450
 
 # certifi: langchain-core asks for the newest release, which may not be everywhere yet.
@@ -50,29 +48,10 @@ NODE = {
 }
 
 
-def environment(name: str) -> Path:
-    """Return the Python of a framework's environment, which is made if it is not there or has other
-    versions.
-    """
-    folder = ENVIRONMENTS / name
-    python = folder / "bin" / "python"
-    mark = folder / "installed.txt"
-    wanted = "\n".join(PYTHON[name])
-    if mark.exists() and mark.read_text() == wanted:
-        return python
-    venv.create(folder, with_pip=True, clear=True)
-    options = ["--quiet", "--disable-pip-version-check"]
-    outside = {key: value for key, value in os.environ.items() if key != "PIP_CONSTRAINT"}
-    command = [str(python), "-m", "pip", "install", *options, *PYTHON[name]]
-    subprocess.run(command, check=True, timeout=INSTALLING, env=outside, stdin=subprocess.DEVNULL)
-    mark.write_text(wanted)
-    return python
-
-
 def agent_command(name: str) -> tuple[list[str], dict[str, str]]:
     """Return the command of an agent, and the environment variables that it needs."""
     if name in PYTHON:
-        python = environment(name)
+        python = environment(name, PYTHON[name])
         return [str(python), "-W", "ignore", "-m", f"tests.frameworks.{name}_agent"], {
             "PYTHONPATH": str(ROOT)
         }

@@ -1,0 +1,148 @@
+"""The servers of bench/gateway.py: a shop, the bare relays in front of it, and FastMCP's proxy.
+
+A bare relay does what no relay can save. It takes a body, passes it on, and passes the answer back.
+It knows where the id stands in the messages of the bench, so it parses nothing.
+
+    granian --interface rsgi bench.servers.relay:to_http     UPSTREAM is the address of the shop
+    granian --interface rsgi bench.servers.relay:to_stdio
+    python -m bench.servers.relay fastmcp PORT               UPSTREAM, or the shop on stdio
+"""
+
+import asyncio
+import os
+import sys
+from asyncio import subprocess
+from itertools import count
+from typing import Any
+
+from wirecall import App
+
+CHILD = [sys.executable, "-P", "-m", "wirecall", "serve", "--stdio", "bench/servers/relay.py:shop"]
+# How each message of the bench, and each answer of the shop, begins.
+HEAD = b'{"jsonrpc":"2.0","id":'
+TOOLS = 10  # of each of the upstreams whose lists are merged
+UPSTREAMS = 10
+
+
+async def price(sku: str) -> int:
+    """The price of an article."""
+    return len(sku)
+
+
+async def buy(sku: str) -> int:
+    """Order an article."""
+    return len(sku)
+
+
+# A server that keeps no records, as most do.
+shop = App("shop", version="1.0", mode="production", ledger="memory:")
+shop.query(price)
+shop.command(key="off", destructive=False)(buy)
+
+# Our own server with a ledger: what a record adds to a command of its own.
+recorded = App(
+    "shop",
+    version="1.0",
+    mode="production",
+    ledger=os.environ.get("BENCH_LEDGER", "memory:"),
+    single_user=True,
+)
+recorded.query(price)
+recorded.command(key="auto", destructive=False)(buy)
+
+
+def shelf(first: int, number: int) -> App:
+    """Return a server with so many tools."""
+    app = App("shelf", version="1.0", mode="production", ledger="memory:")
+    for nth in range(first, first + number):
+        app.query(name=f"price_{nth}")(price)
+    return app
+
+
+whole = shelf(0, TOOLS * UPSTREAMS)
+part = shelf(TOOLS * int(os.environ.get("BENCH_PART", "0")), TOOLS)
+
+
+# --- bare relays ----------------------------------------------------------------------------------
+
+
+class ToHttp:
+    """Passes bodies on to a server over HTTP."""
+
+    def __init__(self) -> None:
+        self._http: Any = None
+
+    async def __rsgi__(self, scope: Any, protocol: Any) -> None:
+        if self._http is None:
+            import aiohttp
+
+            self._http = aiohttp.ClientSession(auto_decompress=False)
+        body = await protocol()
+        headers = {
+            name: value
+            for name, value in scope.headers.items()
+            if name not in ("host", "content-length")
+        }
+        async with self._http.post(os.environ["UPSTREAM"], data=body, headers=headers) as answer:
+            found = await answer.read()
+        protocol.response_bytes(200, [("content-type", "application/json")], found)
+
+
+class ToStdio:
+    """Passes bodies on to a child, each under another id."""
+
+    def __init__(self) -> None:
+        self._ids = count(1)
+        self._waiting: dict[bytes, asyncio.Future[bytes]] = {}
+        self._opening: asyncio.Task[None] | None = None
+        self._child: Any = None
+
+    async def _open(self) -> None:
+        self._child = await asyncio.create_subprocess_exec(
+            *CHILD, stdin=subprocess.PIPE, stdout=subprocess.PIPE, limit=1 << 20
+        )
+        self._reading = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        while line := await self._child.stdout.readline():
+            id, _, rest = line[len(HEAD) :].partition(b",")
+            self._waiting.pop(id).set_result(rest)
+
+    async def __rsgi__(self, scope: Any, protocol: Any) -> None:
+        if self._opening is None:
+            self._opening = asyncio.create_task(self._open())
+        if self._child is None:
+            await self._opening
+        body = await protocol()
+        theirs, _, rest = body[len(HEAD) :].partition(b",")
+        id = b"%d" % next(self._ids)
+        answered = self._waiting[id] = asyncio.get_running_loop().create_future()
+        self._child.stdin.write(HEAD + id + b"," + rest + b"\n")
+        found = HEAD + theirs + b"," + await answered
+        protocol.response_bytes(200, [("content-type", "application/json")], found)
+
+
+to_http = ToHttp()
+to_stdio = ToStdio()
+
+
+# --- others ---------------------------------------------------------------------------------------
+
+
+def fastmcp(port: int) -> None:
+    import logging
+
+    from fastmcp.server import create_proxy
+
+    logging.disable(logging.INFO)
+    target: Any = os.environ.get("UPSTREAM")
+    if target is None:
+        stdio = {"command": CHILD[0], "args": CHILD[1:], "transport": "stdio"}
+        target = {"mcpServers": {"shop": stdio}}
+    server: Any = create_proxy(target)
+    more = {"json_response": True, "stateless_http": True, "uvicorn_config": {"log_level": "error"}}
+    server.run("http", host="127.0.0.1", port=port, path="/mcp", show_banner=False, **more)
+
+
+if __name__ == "__main__":
+    {"fastmcp": fastmcp}[sys.argv[1]](int(sys.argv[2]))
