@@ -90,6 +90,7 @@ class Gateway(App):
         references = settings.references()
         self.upstreams: dict[str, Upstream] = {}
         self._stated: dict[str, UpstreamSettings] = {}
+        self._shares = {each.name: settings.share_of(each) for each in settings.upstreams}
         for each in settings.upstreams:
             origin = structs.replace(
                 origin_of(each, references), digest=each.digest, allows=each.allows
@@ -122,6 +123,11 @@ class Gateway(App):
         key = (upstream.name, self._unit(upstream, caller, session))
         if self.has_singles(upstream):
             return await self._borrow_single(upstream, key, session)
+        known = self._conversations.get(key)
+        if known is not None and known.done() and not _has_failed(known):
+            conversation = known.result()
+            conversation.enter()
+            return conversation
         while True:
             opening = self._opened_once(upstream, key, session)
             try:
@@ -221,7 +227,7 @@ class Gateway(App):
             del self._wishes[next(iter(self._wishes))]
 
     def _unit(self, upstream: Upstream, caller: str, session: Session) -> str:
-        share = self.settings.share_of(self._stated[upstream.name])
+        share = self._shares[upstream.name]
         if share == "all":
             return ""
         if share in ("caller", "call"):
@@ -230,12 +236,11 @@ class Gateway(App):
 
     def has_singles(self, upstream: Upstream) -> bool:
         """Return whether each call has a conversation with an upstream for itself."""
-        return self._stated[upstream.name].share == "call"
+        return self._shares[upstream.name] == "call"
 
     def is_owned(self, upstream: Upstream, session: Session) -> bool:
         """Return whether one session of a client has a conversation with an upstream for itself."""
-        share = self.settings.share_of(self._stated[upstream.name])
-        return share == "session" and session.id is not None
+        return session.id is not None and self._shares[upstream.name] == "session"
 
     async def _opened(
         self, upstream: Upstream, key: tuple[str, str], client: Session

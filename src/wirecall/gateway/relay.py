@@ -274,6 +274,8 @@ class Relay:
         else:
             self._flying[id] = flying
         try:
+            if client is None:
+                self._speak_for(message.params)
             if bridge is not None and translate.is_older(client, self.revision):
                 forward.bridge = bridge()
             forward.awaits_tasks = client is not None and TASKS not in client.extensions
@@ -320,7 +322,6 @@ class Relay:
         """Return the result of a request."""
         method = message.method
         params = flying.forward.params
-        self._speak_for(params)
         if method == "tools/call":
             return await self._call(message, id, flying, sender, key)
         if method in tasks.METHODS and self._sealer is not None and self.revision in STATELESS:
@@ -410,7 +411,7 @@ class Relay:
             raise InvalidParams(f"params: {error}", ran="no") from None
         # Written by us: of a member that occurs twice, server and gateway see the same one.
         flying.forward.params = raw_of(members_of(params))
-        if not self.upstream.origin.allows(call.name):
+        if not self.upstream.allows(call.name):
             raise InvalidParams(f"the tool {call.name[:100]!r} is denied here", ran="no")
         await self._know(call.name, params)
         if self.upstream.use_of(call.name) == "again":

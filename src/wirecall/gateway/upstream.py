@@ -64,6 +64,8 @@ MAX_BYTES = 16 << 20
 IDLE = 4.0
 # Seconds of one call, also after its caller has left.
 TIMEOUT = 3600.0
+# Names of tools for which it is known whether clients get them.
+MOST_NAMES = 10_000
 
 
 class Origin(Struct, frozen=True, kw_only=True):
@@ -325,6 +327,8 @@ class Upstream:
         self.methods: dict[str, Method] = {}
         # Those of its tools that only read, if middleware sees their calls.
         self.queries: dict[str, Method] = {}
+        # Whether clients get a tool, by name: patterns take longer than the rest of a call.
+        self._allowed: dict[str, bool] = {}
         # The children that were started, the last one last.
         self.children: deque[Child] = deque(maxlen=1)
 
@@ -416,6 +420,15 @@ class Upstream:
             return "again"
         return "once"
 
+    def allows(self, tool: str) -> bool:
+        """Return whether clients get a tool."""
+        known = self._allowed.get(tool)
+        if known is None:
+            if len(self._allowed) >= MOST_NAMES:
+                self._allowed.clear()
+            known = self._allowed[tool] = self.origin.allows(tool)
+        return known
+
     def allowed(self, tools: Sequence[Raw]) -> list[Raw]:
         """Return the definitions of the tools that clients get."""
         kept: list[Raw] = []
@@ -424,7 +437,7 @@ class Upstream:
                 name = _decode_name(tool).name
             except msgspec.DecodeError:
                 continue
-            if self.origin.allows(name):
+            if self.allows(name):
                 kept.append(tool)
             else:
                 self.denied.add(name)
