@@ -42,7 +42,7 @@ from wirecall.gateway.upstream import REAL, Places, Upstream
 from wirecall.gateway.wire import request
 from wirecall.ledger.base import LedgerDown, State
 from wirecall.logs import announce, escaped
-from wirecall.mcp.revisions import HANDSHAKE, REVISIONS
+from wirecall.mcp.revisions import HANDSHAKE, REVISIONS, STATELESS
 from wirecall.mcp.server.peer import Session
 from wirecall.mcp.server.sessions import Sealer
 from wirecall.mcp.types import LEVELS
@@ -64,6 +64,8 @@ MOST_UNKNOWN = 1000
 OWN = "session "
 # Conversations with one upstream.
 MOST_SESSIONS = 16
+# The end of the unit of a conversation for clients without a handshake.
+NEWEST = " newest"
 # Conversations that have ended, and whose log level and subscriptions the next one repeats.
 MOST_WISHES = 1000
 
@@ -90,6 +92,8 @@ class Gateway(App):
         references = settings.references()
         self.upstreams: dict[str, Upstream] = {}
         self._stated: dict[str, UpstreamSettings] = {}
+        # The upstreams over HTTP that do not speak the newest revision.
+        self._older: set[str] = set()
         self._shares = {each.name: settings.share_of(each) for each in settings.upstreams}
         for each in settings.upstreams:
             origin = structs.replace(
@@ -129,11 +133,17 @@ class Gateway(App):
             conversation.enter()
             return conversation
         while True:
+            key = (upstream.name, self._unit(upstream, caller, session))
             opening = self._opened_once(upstream, key, session)
             try:
                 conversation = await asyncio.shield(opening)
             except (CallFailed, TimeoutError) as error:
                 raise upstream.unavailable(str(error) or "it did not answer in time") from error
+            if key[1].endswith(NEWEST) and upstream.name in self._older:
+                # Clients of both eras share one conversation with a server that has one era.
+                if self._conversations.pop(key, None) is not None:
+                    self.start(conversation.aclose())
+                continue
             # It may have ended before this task ran.
             if self._conversations.get(key) is opening:
                 conversation.enter()
@@ -227,12 +237,22 @@ class Gateway(App):
             del self._wishes[next(iter(self._wishes))]
 
     def _unit(self, upstream: Upstream, caller: str, session: Session) -> str:
+        """Return who shares a conversation.
+
+        A server over HTTP may speak both eras. Then each era has a conversation, and nothing is
+        translated. A child is one process, so it has one conversation.
+        """
         share = self._shares[upstream.name]
-        if share == "all":
-            return ""
+        unit = ""
         if share in ("caller", "call"):
-            return f"caller {caller}"
-        return f"{OWN}{session.id or caller}"
+            unit = f"caller {caller}"
+        elif share == "session":
+            unit = f"{OWN}{session.id or caller}"
+        if session.revision.is_stateless and upstream.origin.url:
+            is_free = self._stated[upstream.name].revision == "auto"
+            if is_free and upstream.name not in self._older:
+                unit += NEWEST
+        return unit
 
     def has_singles(self, upstream: Upstream) -> bool:
         """Return whether each call has a conversation with an upstream for itself."""
@@ -269,6 +289,8 @@ class Gateway(App):
         except BaseException:
             await conversation.aclose()
             raise
+        if unit.endswith(NEWEST) and conversation.revision not in STATELESS:
+            self._older.add(upstream.name)
         upstream.starts.welcome()
         declared = conversation.described()["capabilities"].get("extensions")
         upstream.extensions = frozenset(declared or ())
@@ -292,7 +314,8 @@ class Gateway(App):
         upstream = conversation.upstream
         kinds = kinds_of(message)
         for kind in kinds:
-            self._lists.pop((upstream.name, unit, kind), None)
+            for key in [key for key in self._lists if (key[0], key[2]) == (upstream.name, kind)]:
+                del self._lists[key]
             if kind == "tools":
                 upstream.tools = None
         fronts = self._fronts_of(upstream)
