@@ -12,6 +12,7 @@ its threads, without the shop.
 
 import asyncio
 import contextlib
+import json
 import os
 import socket
 import statistics
@@ -35,8 +36,6 @@ sys.path.insert(0, str(ROOT))
 
 from tests.environments import environment  # noqa: E402  # the environments of the tests
 
-from bench.servers.relay import CHILD, TOOLS, UPSTREAMS  # noqa: E402
-
 QUICK = "--quick" in sys.argv
 ALONE = "--alone" in sys.argv
 ONLY = sys.argv[sys.argv.index("--only") + 1] if "--only" in sys.argv else ""
@@ -56,6 +55,10 @@ META = {
     "io.modelcontextprotocol/clientInfo": {"name": "bench", "version": "1"},
 }
 PYTHON = [sys.executable, "-P", "-m"]
+# The shop on stdio.
+CHILD = [*PYTHON, "wirecall", "serve", "--stdio", "bench/servers/relay.py:shop"]
+UPSTREAMS = 10  # whose lists are merged
+TOOLS = 10  # of each of them
 BARE = [*PYTHON, "granian", "--loop", "uvloop", "--no-ws", "--log-level", "critical"]
 BARE += ["--interface", "rsgi", "--host", "127.0.0.1"]
 
@@ -166,7 +169,7 @@ class Servers:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd=cwd,
-            env={**os.environ, "PYTHONPATH": path, **env},
+            env={**os.environ, "PYTHONPATH": path, "BENCH_CHILD": json.dumps(CHILD), **env},
         )
         self._children[name] = child
         self.pids[name] = child.pid
@@ -210,7 +213,7 @@ def start_all(servers: Servers, folder: Path, peers: set[str]) -> None:
     """Start the shop, the relays in front of it, and the gateway."""
     shop = servers.start("shop", serve("shop"))
     servers.start("recorded", serve("recorded"), BENCH_LEDGER=f"sqlite:{folder}/own.db")
-    servers.start("whole", serve("whole"))
+    servers.start("whole", serve("shelf"), BENCH_SHELF=f"0-{TOOLS * UPSTREAMS}")
     url = f"http://127.0.0.1:{shop}/mcp"
     servers.start("bare to HTTP", bare("to_http"), UPSTREAM=url)
     servers.start("bare to stdio", bare("to_stdio"))
@@ -228,11 +231,14 @@ def start_all(servers: Servers, folder: Path, peers: set[str]) -> None:
         )
     )
     servers.start("gateway", gateway, cwd=folder / "calls")
-    part = [*CHILD[:-1], "bench/servers/relay.py:part"]
+    shelf = {"command": [*CHILD[:-1], "bench/servers/relay.py:shelf"], "cwd": str(ROOT)}
     (folder / "lists" / "wirecall.toml").write_text(
         settings(
             {
-                f"part{nth}": {"command": part, "cwd": str(ROOT), "env": {"BENCH_PART": str(nth)}}
+                f"part{nth}": {
+                    **shelf,
+                    "env": {"BENCH_SHELF": f"{TOOLS * nth}-{TOOLS * nth + TOOLS}"},
+                }
                 for nth in range(UPSTREAMS)
             }
         )
@@ -316,9 +322,7 @@ def one_life(figures: Figures, peers: set[str]) -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         servers = Servers(stack)
         start_all(servers, folder, peers)
-        rows = {
-            name: row for name, row in ROWS.items() if row[0] in servers.ports and ONLY in name
-        }
+        rows = {name: row for name, row in ROWS.items() if row[0] in servers.ports and ONLY in name}
         lines = {name: Line(servers.ports[row[0]]) for name, row in rows.items()}
         for name, (_, data, wanted) in rows.items():
             warm_up(lines[name], name, data, wanted)

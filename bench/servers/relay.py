@@ -9,6 +9,7 @@ It knows where the id stands in the messages of the bench, so it parses nothing.
 """
 
 import asyncio
+import json
 import os
 import sys
 from asyncio import subprocess
@@ -17,11 +18,10 @@ from typing import Any
 
 from wirecall import App
 
-CHILD = [sys.executable, "-P", "-m", "wirecall", "serve", "--stdio", "bench/servers/relay.py:shop"]
+# The command line of the shop on stdio.
+CHILD: list[str] = json.loads(os.environ.get("BENCH_CHILD", "[]"))
 # How each message of the bench, and each answer of the shop, begins.
 HEAD = b'{"jsonrpc":"2.0","id":'
-TOOLS = 10  # of each of the upstreams whose lists are merged
-UPSTREAMS = 10
 
 
 async def price(sku: str) -> int:
@@ -51,16 +51,11 @@ recorded.query(price)
 recorded.command(key="auto", destructive=False)(buy)
 
 
-def shelf(first: int, number: int) -> App:
-    """Return a server with so many tools."""
-    app = App("shelf", version="1.0", mode="production", ledger="memory:")
-    for nth in range(first, first + number):
-        app.query(name=f"price_{nth}")(price)
-    return app
-
-
-whole = shelf(0, TOOLS * UPSTREAMS)
-part = shelf(TOOLS * int(os.environ.get("BENCH_PART", "0")), TOOLS)
+# Many tools, from a number to a number.
+shelf = App("shelf", version="1.0", mode="production", ledger="memory:")
+first, _, end = os.environ.get("BENCH_SHELF", "0-0").partition("-")
+for nth in range(int(first), int(end)):
+    shelf.query(name=f"price_{nth}")(price)
 
 
 # --- bare relays ----------------------------------------------------------------------------------

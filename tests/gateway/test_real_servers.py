@@ -203,7 +203,7 @@ async def test_official_python_client_that_times_out_and_calls_again_pays_once(
     ):
         await session.initialize()
         with pytest.raises(mcp.MCPError):
-            await session.call_tool("pay", {"to": "ann", "then": "wait"}, read_timeout_seconds=0.5)
+            await session.call_tool("pay", {"to": "ann", "then": "wait"}, read_timeout_seconds=3.0)
         await until(lambda: effects(file) == 1)
         file.with_suffix(".go").touch()
         again = await session.call_tool("pay", {"to": "ann", "then": "wait"})

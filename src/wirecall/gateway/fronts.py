@@ -33,6 +33,7 @@ from wirecall.gateway.translate import envelope
 from wirecall.gateway.wire import answer, members_of, one_line, raw_of, with_member
 from wirecall.logs import logger
 from wirecall.mcp import types
+from wirecall.mcp.headers import Marks
 from wirecall.mcp.revisions import STATELESS, offered
 from wirecall.mcp.server.catalog import Catalog
 from wirecall.mcp.server.changes import MAX_SUBSCRIPTIONS, Hub
@@ -320,6 +321,9 @@ class UpstreamFront(Front):
 
     def is_command(self, tool: str) -> bool:
         return self._upstream.use_of(tool) == "once"
+
+    def marks(self, tool: str) -> Marks:
+        return self._upstream.marks(tool)
 
     async def open_session(self, message: Envelope, caller: str) -> tuple[Session, bytes]:
         """Open a session: what the server says of itself is the upstream's."""

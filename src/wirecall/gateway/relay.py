@@ -284,7 +284,10 @@ class Relay:
             result = await self._result(message, id, flying, sender, key)
             return answer(id, translate.result_for(result, client, self.revision, self.session))
         except RpcError as error:
-            return self._answers.failure(id, self._worded(flying, error), revision)
+            worded = self._worded(flying, error)
+            if client is not None:
+                raise worded from None  # over HTTP, the front also gives it a status
+            return self._answers.failure(id, worded, revision)
         except asyncio.CancelledError:
             if task is None or not flying.is_cancelled or task.cancelling() > 1:
                 raise

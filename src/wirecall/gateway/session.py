@@ -112,6 +112,7 @@ class UpstreamSession:
         self.upstream = upstream
         self.link = upstream.link()
         self.link.on_message = self._receive
+        self.link.marks = upstream.marks
         # The revision that `initialize` has agreed on. None: there was no `initialize`.
         self.revision: Revision | None = None
         # Called with each request and notification of the server.

@@ -30,6 +30,7 @@ from wirecall.errors import CallFailed, ConnectionLost, NotSent, UpstreamUnavail
 from wirecall.gateway.link import RelayLineLink
 from wirecall.gateway.session import START_TIME
 from wirecall.mcp.client.links import McpHttpLink, McpLink, SsePipe
+from wirecall.mcp.headers import Marks, marked
 from wirecall.server.method import Method
 from wirecall.transports.child import Child, OnEnd, OnLine
 from wirecall.transports.http_client import Auth, HttpClient
@@ -329,6 +330,8 @@ class Upstream:
         self.queries: dict[str, Method] = {}
         # Whether clients get a tool, by name: patterns take longer than the rest of a call.
         self._allowed: dict[str, bool] = {}
+        # The arguments of a tool that headers repeat, by name, with the definition they are from.
+        self._marks: dict[str, tuple[ToolEntry, Marks]] = {}
         # The children that were started, the last one last.
         self.children: deque[Child] = deque(maxlen=1)
 
@@ -419,6 +422,22 @@ class Upstream:
         if self.origin.trust == "full" and tool.annotations.idempotent_hint is True:
             return "again"
         return "once"
+
+    def marks(self, tool: str) -> Marks:
+        """Return the arguments of a tool that headers repeat."""
+        entry = None
+        if self.tools is not None:
+            entry = self.tools.get(tool)
+        if entry is None:
+            return {}
+        known = self._marks.get(tool)
+        if known is None or known[0] is not entry:
+            try:
+                found = marked(msgspec.json.decode(entry.input_schema))
+            except msgspec.DecodeError:
+                found = {}
+            known = self._marks[tool] = (entry, found)
+        return known[1]
 
     def allows(self, tool: str) -> bool:
         """Return whether clients get a tool."""

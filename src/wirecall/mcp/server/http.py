@@ -42,7 +42,6 @@ from wirecall.logs import logger
 from wirecall.mcp import headers
 from wirecall.mcp.revisions import REVISIONS, STATELESS, UNSTATED, Revision
 from wirecall.mcp.server import messages
-from wirecall.mcp.server.catalog import input_schema
 from wirecall.mcp.server.changes import forward, session_listener
 from wirecall.mcp.server.messages import BadEnvelope, ClientAnswer, Incoming
 from wirecall.mcp.server.others import EndedSession, Place, Relay
@@ -73,7 +72,6 @@ from wirecall.transports.request import (
 
 if TYPE_CHECKING:
     from wirecall.mcp.server.server import Server
-    from wirecall.server.method import Method
 
 T = TypeVar("T")
 
@@ -110,9 +108,6 @@ class McpEndpoint:
         self._relay = relay
         self._path = path
         self._limits = limits
-        # The arguments of each tool that a header repeats, and the tool, since another tool may get
-        # its name.
-        self._marked: dict[str, tuple[Method, dict[tuple[str, ...], str]]] = {}
         self.sessions = Sessions(
             server.sealer, self._is_ended, server.extensions, server.subscribed
         )
@@ -202,7 +197,7 @@ class McpEndpoint:
             # Step 1: body and headers agree: envelope, headers, version, marked arguments.
             params = self._server.described(message, request.headers)
             if type(params) is CallTool:
-                marked = self._marked_arguments(params.name)
+                marked = self._server.marks(params.name)
                 if marked:
                     headers.check_marked(request.headers, params.arguments, marked)
             # Step 2: the token has the scopes of the request (403), before anything runs and before
@@ -267,17 +262,6 @@ class McpEndpoint:
             await self._refuse(request, error, None, STATELESS[-1])
             return
         await request.respond(202)
-
-    def _marked_arguments(self, name: str) -> dict[tuple[str, ...], str]:
-        """Return the arguments of a tool that a header repeats."""
-        tool = self._server.catalog.tools.get(name)
-        if tool is None:
-            self._marked.pop(name, None)
-            return {}
-        known = self._marked.get(name)
-        if known is None or known[0] is not tool:
-            known = self._marked[name] = (tool, headers.marked(input_schema(tool)))
-        return known[1]
 
     async def _post_older(
         self, request: HttpRequest, message: "Envelope | ClientAnswer", version: str | None

@@ -48,7 +48,7 @@ from wirecall.logs import failed, logger
 from wirecall.mcp import headers, types
 from wirecall.mcp.revisions import REVISIONS, STATELESS, Revision, offered
 from wirecall.mcp.server.calls import Calls, check_alone
-from wirecall.mcp.server.catalog import Catalog, MethodEntry
+from wirecall.mcp.server.catalog import Catalog, MethodEntry, input_schema
 from wirecall.mcp.server.changes import Hub, Subscribed, listen, subscribe, unsubscribe
 from wirecall.mcp.server.messages import Answers, BadEnvelope, ClientAnswer, Id, Incoming
 from wirecall.mcp.server.peer import (
@@ -203,6 +203,9 @@ class Server:
         # are anonymous.
         self._kept = {"ttlMs": list_ttl_ms, "cacheScope": "public" if is_public else "private"}
 
+        # The arguments of each tool that a header repeats, and the tool, since another tool may get
+        # its name.
+        self._marks: dict[str, tuple[Method, headers.Marks]] = {}
         self.methods: dict[str, McpMethod] = {}
         self.add("ping", self._ping)
         self.add("server/discover", self._discover)
@@ -636,6 +639,17 @@ class Server:
     async def open_session(self, message: Envelope, _caller: str) -> tuple[Session, bytes]:
         """Return the same as `opened`. A server that is in front of another one may wait here."""
         return self.opened(message)
+
+    def marks(self, tool: str) -> headers.Marks:
+        """Return the arguments of a tool that a header repeats."""
+        method = self.catalog.tools.get(tool)
+        if method is None:
+            self._marks.pop(tool, None)
+            return {}
+        known = self._marks.get(tool)
+        if known is None or known[0] is not method:
+            known = self._marks[tool] = (method, headers.marked(input_schema(method)))
+        return known[1]
 
     def described(self, message: Envelope, fields: headers.Fields | None = None) -> Params:
         """Return the params of a request that describes itself (2026-07-28).
