@@ -32,8 +32,7 @@ from wirecall.gateway.session import INITIALIZED, UpstreamSession
 from wirecall.gateway.translate import envelope
 from wirecall.gateway.wire import answer, members_of, one_line, raw_of, with_member
 from wirecall.logs import logger
-from wirecall.mcp import types
-from wirecall.mcp.headers import Marks
+from wirecall.mcp import headers, types
 from wirecall.mcp.revisions import STATELESS, offered
 from wirecall.mcp.server.catalog import Catalog
 from wirecall.mcp.server.changes import MAX_SUBSCRIPTIONS, Hub
@@ -322,7 +321,17 @@ class UpstreamFront(Front):
     def is_command(self, tool: str) -> bool:
         return self._upstream.use_of(tool) == "once"
 
-    def marks(self, tool: str) -> Marks:
+    def described(self, message: Envelope, fields: headers.Fields | None = None) -> types.Params:
+        params = super().described(message, fields)
+        if (
+            fields is not None
+            and message.method not in self.methods
+            and message.params is not UNSET
+        ):
+            headers.check_name(fields, message.method, msgspec.json.decode(message.params))
+        return params
+
+    def marks(self, tool: str) -> headers.Marks:
         return self._upstream.marks(tool)
 
     async def open_session(self, message: Envelope, caller: str) -> tuple[Session, bytes]:

@@ -84,6 +84,13 @@ def check(fields: Fields, version: str, method: str, params: Params) -> None:
             _agree(_decoded(_only(fields, NAME), NAME), named, NAME)
 
 
+def check_name(fields: Fields, method: str, params: object) -> None:
+    """Raise `HeaderMismatch` unless `Mcp-Name` repeats the name in params that have no type here."""
+    name = named(method, params)
+    if name is not None:
+        _agree(_decoded(_only(fields, NAME), NAME), name, NAME)
+
+
 def check_notification(fields: Fields, method: str) -> None:
     """Raise `HeaderMismatch` if a notification has a method header that differs from its body."""
     if fields.get(METHOD) is not None:
