@@ -1,10 +1,8 @@
 """Servers and clients of other projects meet through `wirecall wrap`, as if it were not there."""
 
 import asyncio
-import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,92 +14,43 @@ from mcp.client.stdio import stdio_client
 from tests.client.peers import until
 from tests.gateway.fronts import (
     Client,
-    Process,
     counter,
     effects,
-    introduction,
-    message_of,
     started,
     wrap_words,
 )
-from tests.mcp.node import installed, node
+from tests.gateway.real_servers import (
+    TIME_CALL,
+    Server,
+    answers,
+    differences,
+    everything,
+    memory,
+    talk,
+    time_words,
+    tool,
+)
 from tests.size import sized
 from wirecall.gateway.pipe import Wrap
 from wirecall.gateway.upstream import Origin
 from wirecall.mcp.revisions import NAMES
 
-PACKAGES = {
-    "memory": "@modelcontextprotocol/server-memory@2026.8.31",
-    "everything": "@modelcontextprotocol/server-everything@2026.8.31",
-}
 REVISIONS = sized(small=[NAMES[3]], full=list(NAMES[:4]))
-# A call of each server that has the same result each time.
-CALLS: dict[str, dict[str, Any]] = {
-    "time": {
-        "name": "convert_time",
-        "arguments": {"source_timezone": "UTC", "time": "12:00", "target_timezone": "Asia/Tokyo"},
-    },
-    "memory": {
-        "name": "create_entities",
-        "arguments": {
-            "entities": [{"name": "ann", "entityType": "person", "observations": ["tall"]}]
-        },
-    },
-    "everything": {"name": "echo", "arguments": {"message": "é 0.10"}},
-}
 
 
-def words_of(server: str) -> list[str]:
-    if server == "time":
-        return [sys.executable, "-m", "mcp_server_time", "--local-timezone", "UTC"]
-    package = PACKAGES[server].rpartition("@")[0]
-    script = installed(PACKAGES[server]) / package / "dist" / "index.js"
-    return [str(node()), str(script)]
+def server_named(name: str, folder: Path) -> Server:
+    """A server that the environment of the tests has."""
+    if name == "time":
+        wrong = tool("get_current_time", timezone="Nowhere")
+        return Server("time", time_words(), call=TIME_CALL, wrong=wrong)
+    if name == "memory":
+        folder.mkdir(exist_ok=True)
+        return memory(folder)
+    return everything()
 
 
-def talk(server: str, revision: str) -> list[bytes]:
-    """Messages of a client: most methods, odd members, good calls and bad ones."""
-    lines = [message_of("initialize", introduction(revision), 1)]
-    lines.append(message_of("notifications/initialized"))
-    methods = ("ping", "tools/list", "prompts/list", "resources/list", "resources/templates/list")
-    for method in methods:
-        lines.append(message_of(method, None, f"{method} bare"))
-        lines.append(message_of(method, {}, f"{method} empty"))
-        lines.append(message_of(method, {"_meta": {"x": 0.5}}, f"{method} meta"))
-    lines += [
-        message_of("x/unknown", {"a": 1}, 40),
-        message_of("tools/call", CALLS[server], 41),
-        message_of("tools/call", {**CALLS[server], "_meta": {"x": [1.0]}}, "42"),
-        message_of("tools/call", {"name": "no such tool", "arguments": {}}, 43),
-        message_of("tools/call", {"name": CALLS[server]["name"], "arguments": {}}, 44),
-        message_of("tools/call", {}, 45),
-        message_of("prompts/get", {"name": "none"}, 46),
-        message_of("resources/read", {"uri": "x://none"}, 47),
-        message_of("logging/setLevel", {"level": "error"}, 48),
-        message_of("completion/complete", {"ref": {"type": "ref/prompt", "name": "x"}}, 49),
-        message_of("resources/subscribe", {"uri": "x://none"}, 50),
-        message_of("resources/unsubscribe", {"uri": "x://none"}, 51),
-        message_of("tools/list", {"cursor": "none"}, 52),
-        message_of("ping", None, 53),
-    ]
-    return lines
-
-
-async def answers(process: Process, lines: list[bytes]) -> dict[Any, Any]:
-    """The answers by id. Questions of the server are refused, other messages are left out."""
-    found: dict[Any, Any] = {}
-    for line in lines:
-        await process.send(line)
-        id = json.loads(line).get("id")
-        while id is not None and id not in found:
-            message = json.loads(await process.line())
-            if "method" not in message:
-                found[message.pop("id")] = message
-            elif "id" in message:
-                error = {"code": -32601, "message": "no"}
-                refusal = {"jsonrpc": "2.0", "id": message["id"], "error": error}
-                await process.send(json.dumps(refusal).encode())
-    return found
+def call_of(server: Server) -> dict[str, Any]:
+    return server.act or server.call
 
 
 @pytest.mark.parametrize("revision", REVISIONS)
@@ -110,26 +59,23 @@ async def test_wrap_is_exact_in_front_of_a_real_server(
     tmp_path: Path, server: str, revision: str
 ) -> None:
     """G1: more than 30 messages with and without `wrap`, compared member by member."""
-    lines = talk(server, revision)
-    assert len(lines) >= 30
     told = []
     for number, before in enumerate(([], wrap_words("--ledger", f"sqlite:{tmp_path}/l.db", "--"))):
-        env = {"MEMORY_FILE_PATH": str(tmp_path / f"memory{number}.json")}
-        async with started(*before, *words_of(server), env=env) as process:
+        asked = server_named(server, tmp_path / f"memory{number}")
+        lines = talk(call_of(asked), revision)
+        assert len(lines) >= 30
+        async with started(*before, *asked.words, env=asked.env) as process:
             told.append(await answers(process, lines))
             if not before:
                 process.process.kill()  # some do not end with their stdin
-    direct, wrapped = told
-    # Ours: a call whose name is missing does not become a record.
-    refused = wrapped.pop(45)
-    assert refused["error"]["code"] == -32602 and "error" in direct.pop(45)
-    assert wrapped == direct
+    assert differences(*told) == []
 
 
 @pytest.mark.parametrize("server", ["time", "memory", "everything"])
-async def test_wrap_starts_a_real_server_again_that_was_killed(server: str) -> None:
+async def test_wrap_starts_a_real_server_again_that_was_killed(tmp_path: Path, server: str) -> None:
     """G2: the tools are the same, and the next call is served."""
-    wrap = Wrap(Origin(name=server, command=words_of(server)), ledger="memory:")
+    asked = server_named(server, tmp_path)
+    wrap = Wrap(Origin(name=server, command=asked.words, env=asked.env), ledger="memory:")
     client = Client(wrap)
     try:
         await client.greet()
@@ -141,7 +87,7 @@ async def test_wrap_starts_a_real_server_again_that_was_killed(server: str) -> N
         link: Any = relay.session.link
         await until(lambda: not link.is_open)
         assert (await client.ask("tools/list"))["result"] == before["result"]
-        assert "result" in await client.ask("tools/call", CALLS[server])
+        assert "result" in await client.ask("tools/call", call_of(asked))
         assert relay.upstream.starts.count == 2
     finally:
         await wrap.aclose(1.0)
@@ -149,13 +95,13 @@ async def test_wrap_starts_a_real_server_again_that_was_killed(server: str) -> N
 
 async def test_wrap_gives_the_lost_answer_of_a_real_server_again(tmp_path: Path) -> None:
     """G5: a lost answer of a command is replayed; a tool with `readOnlyHint` is not recorded."""
-    env = {"MEMORY_FILE_PATH": str(tmp_path / "memory.json")}
-    wrap = Wrap(Origin(name="memory", command=words_of("memory"), env=env), ledger="memory:")
+    server = memory(tmp_path)
+    wrap = Wrap(Origin(name="memory", command=server.words, env=server.env), ledger="memory:")
     client = Client(wrap)
     try:
         await client.greet()
-        first = await client.ask("tools/call", CALLS["memory"], lose=True)
-        again = await client.ask("tools/call", CALLS["memory"])
+        first = await client.ask("tools/call", server.act, lose=True)
+        again = await client.ask("tools/call", server.act)
         assert again["result"].pop("_meta")["io.wirecall/replayed"] is True
         assert again["result"] == first["result"]
         reading = {"name": "read_graph", "arguments": {}}
