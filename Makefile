@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 
-.PHONY: demo test check conformance frameworks docs package bench pictures crash lost clean
+.PHONY: demo test check conformance frameworks servers docs package bench pictures crash lost clean
 
 demo: $(VENV)/base  ## the main job, in a few seconds; the first time it makes the virtual environment
 	@$(BIN)/python examples/demo.py
@@ -41,6 +41,9 @@ ONLY ?=
 frameworks: $(VENV)/test  ## agent frameworks lose an answer, each in an environment in .venv-frameworks
 	$(BIN)/python -m tests.frameworks $(ONLY)
 
+servers: $(VENV)/test  ## servers and clients of other projects meet through the gateway
+	$(BIN)/python -m tests.gateway.real $(ONLY)
+
 docs: $(VENV)/docs  ## the docs as a site, in site/; a broken link or a page that is not in the navigation is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
@@ -55,7 +58,7 @@ QUICK ?=
 
 bench: $(VENV)/bench  ## ratios to bare engines and to other libraries, in one run each, and one table at the end
 	@rm -f bench/results.json; missed=0; \
-	for name in core ledger http batches stdio client cli; do echo "== $$name"; $(BIN)/python bench/$$name.py $(if $(QUICK),--quick) || missed=1; done; \
+	for name in core ledger http batches stdio client cli gateway; do echo "== $$name"; $(BIN)/python bench/$$name.py $(if $(QUICK),--quick) || missed=1; done; \
 	$(BIN)/python bench/targets.py; exit $$missed
 
 pictures: $(VENV)/bench  ## the pictures of README, from the results of the last make bench

@@ -164,7 +164,7 @@ def sqlite(folder: Path, python: Path) -> Server:
         "sqlite",
         [str(python.with_name("mcp-server-sqlite")), "--db-path", str(file)],
         call=tool("list_tables"),
-        wrong=tool("read_query", query="DROP TABLE notes"),
+        wrong=tool("read_query"),
         act=tool("write_query", query="INSERT INTO notes VALUES ('a note')"),
         count=count,
     )
@@ -179,7 +179,7 @@ def all_servers(folder: Path, page: str) -> list[Server]:
         Server("time", time_words(python), call=TIME_CALL, wrong=zone, has_newest=True),
         Server(
             "fetch",
-            [python, "-m", "mcp_server_fetch", "--ignore-robots-txt"],
+            [python, "-m", "mcp_server_fetch", "--ignore-robots-txt", "--allow-private-ips"],
             call=tool("fetch", url=page),
             wrong=tool("fetch", url=f"{page}/nothing"),
             has_newest=True,
