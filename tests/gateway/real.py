@@ -85,8 +85,9 @@ async def until(condition: Callable[[], bool], patience: float = PATIENCE) -> bo
 class Door(Protocol):
     """A client of one revision in front of one server."""
 
-    # The progress that was reported.
-    reports: list[Any]
+    @property
+    def reports(self) -> list[Any]:
+        """The progress that was reported."""
 
     async def ask(self, method: str, params: dict[str, Any]) -> Any: ...
     async def lose(self, call: Call) -> None: ...
