@@ -10,6 +10,6 @@ LAYERS = [
     ["commands", "client", "audit", "tracing", "auth", "ratelimit"],
     ["mcp.server", "mcp.client", "routing", "middleware"],
     ["app", "config", "client.connect"],
-    ["contract", "gateway"],
+    ["contract", "gateway", "console"],
     ["cli", "testing"],
 ]
