@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast, get_args
 
 from wirecall.errors import UsageError
 from wirecall.ledger.base import (
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from wirecall.mcp.types import Icon
     from wirecall.server.dispatch import Dispatcher
     from wirecall.server.lifespan import Lifespan
+    from wirecall.server.tapped import DispatcherTap
     from wirecall.transports.framing import Framing, FramingName
     from wirecall.transports.health import Ready
     from wirecall.transports.http_server import HttpServer
@@ -105,6 +106,26 @@ ORIGIN = r"(?i)\*|null|[a-z][a-z0-9+.-]*://[^\s/]+/?", '"https://app.example.com
 # Seconds: `/readyz` asks the ledger this often at most, and waits for the answer this long.
 ASK_EVERY = 1.0
 ASK_WITHIN = 2.0
+
+
+class AppTap(Protocol):
+    """Watches the calls of an app; `console.tap.Tap` implements it.
+
+    It is a protocol, since `app` is below `console` and must not import it.
+    """
+
+    @property
+    def rows(self) -> "DispatcherTap": ...
+
+    async def open(self, app: "App") -> None:
+        """Called in each process that serves, before the first call."""
+        ...
+
+    def watch_ledger(self, ledger: "Ledger") -> None:
+        """Count the round trips to the ledger."""
+        ...
+
+    async def aclose(self) -> None: ...
 
 
 class App(Declarations):
@@ -262,6 +283,7 @@ class App(Declarations):
             self._lifespan = lifespans.Lifespan(
                 partial(lifespan, self), lambda: self.limits.start_time
             )
+        self._tap: AppTap | None = None
         self._trail = _trail(audit)
         self._audit: Audit | None = None
         self._dispatcher: Dispatcher | None = None
@@ -305,13 +327,14 @@ class App(Declarations):
         batch_tool: "Literal['queries', 'all'] | BatchTool | None" = None,
         dev: bool = False,
         tables: "Tables | None" = None,
+        tap: AppTap | None = None,
     ) -> None:
         """Replace arguments of the constructor before the first call.
 
         The command line does so to serve another's app. `hosts` and `origins` are added to those of
         the app. `dev` warns if a function blocks the event loop. `tables` is for programs that use
         the app of a server: it stands above `migrate`, and a ledger whose tables would have to
-        change is unavailable.
+        change is unavailable. `tap` watches the calls.
         """
         if self._dispatcher is not None:
             raise UsageError(
@@ -323,6 +346,7 @@ class App(Declarations):
         if migrate is not None:
             self._tables = _tables(migrate)
         self._tables = tables or self._tables
+        self._tap = tap or self._tap
         if single_user is not None:
             self._single_user = single_user
         if auth is not None:
@@ -997,18 +1021,22 @@ class App(Declarations):
         from wirecall.server.dispatch import Dispatcher
         from wirecall.server.policy import Policy
 
-        kind = Dispatcher
+        kind: Callable[..., Dispatcher] = Dispatcher
         if not self._strict:
             from wirecall.server.lax import LaxDispatcher
 
             kind = LaxDispatcher
+        rows = None
+        if self._tap is not None:
+            rows = self._tap.rows
+            kind = self._tapped(rows)
         with self._building:
             if self._dispatcher is None:
                 self._prepare()
-                events = Events()
+                events = Events(tap=rows)
                 if self._trail is not None:
                     trail = self._audit = Audit(**self._trail)
-                    events = Events([trail.note], trail.begin if trail.required else None)
+                    events = Events([trail.note], trail.begin if trail.required else None, rows)
                 self._dispatcher = kind(
                     self.registry,
                     Policy(self.mode, self.limits, self._single_user),
@@ -1026,6 +1054,26 @@ class App(Declarations):
                 )
                 self._ready = self._dispatcher if self._lifespan is None else None
             return self._dispatcher
+
+    @property
+    def in_flight(self) -> int:
+        """The number of calls that wait for something now."""
+        if self._dispatcher is None:
+            return 0
+        return self._dispatcher.in_flight
+
+    @property
+    def trail(self) -> "Audit | None":
+        """The open audit trail, if the app has one and serves."""
+        return self._audit
+
+    def _tapped(self, rows: "DispatcherTap") -> "Callable[..., Dispatcher]":
+        """Return the dispatcher that writes a row about each call."""
+        from wirecall.server.tapped import TappedDispatcher, TappedLaxDispatcher
+
+        if self._strict:
+            return partial(TappedDispatcher, rows)
+        return partial(TappedLaxDispatcher, rows)
 
     @property
     def _is_serving(self) -> bool:
@@ -1057,6 +1105,8 @@ class App(Declarations):
         dispatcher = self._dispatcher
         if dispatcher is not None:
             await dispatcher.aclose(grace)  # from here on it refuses commands; queries continue
+        if self._tap is not None:
+            await self._tap.aclose()
         if self._dispatcher is not dispatcher:
             return  # another `aclose` was faster, and later calls have opened everything again
         opening = self._opening
@@ -1100,6 +1150,8 @@ class App(Declarations):
         self._prepare()
         if self._lifespan is not None:
             await self._lifespan.hold()
+        if self._tap is not None:
+            await self._tap.open(self)
 
     async def _leave(self) -> None:
         """Called when a client closes.
@@ -1173,6 +1225,8 @@ class App(Declarations):
         # Another thread may have opened one at the same moment. All threads share the first.
         if self._ledger is None:
             self._ledger = opened
+            if self._tap is not None:
+                self._tap.watch_ledger(opened)
         else:
             await opened.aclose()
         return self._ledger

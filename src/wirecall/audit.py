@@ -49,7 +49,7 @@ from wirecall.aio import has_loop
 from wirecall.errors import AuditUnavailable, UsageError
 from wirecall.files import IS_PORTABLE, DescriptorLock, Lock, TransactionLock, real_path
 from wirecall.logs import host, logger
-from wirecall.protocol.messages import Json
+from wirecall.protocol.messages import Json, JsonObject
 from wirecall.server.call import CallEnded
 
 if TYPE_CHECKING:
@@ -100,6 +100,8 @@ class AuditEntry(Struct, frozen=True, kw_only=True):
     # What the method was declared to do; without a declaration, the worst is assumed, as MCP does.
     destructive: bool | None = None
     open_world: bool | None = None
+    # What a person did, if the line is not about a call: `caller` is the person then.
+    action: JsonObject | None = None
 
 
 def _digest_of(ended: CallEnded) -> str | None:

@@ -155,11 +155,16 @@ class SweepsEverything(MemoryLedger):
 
 class ResolvesAnything(MemoryLedger):
     async def resolve(
-        self, id: RecordId, outcome: Outcome | None, retention: float = 86_400
+        self,
+        id: RecordId,
+        outcome: Outcome | None,
+        retention: float = 86_400,
+        *,
+        fence: int | None = None,
     ) -> bool:
         if row := self._rows.get(id):
             row.state = State.UNKNOWN
-        return await super().resolve(id, outcome, retention)
+        return await super().resolve(id, outcome, retention, fence=fence)
 
 
 class NumbersNobody(MemoryLedger):

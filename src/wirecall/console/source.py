@@ -52,6 +52,9 @@ class ListenerSettings(Struct, frozen=True):
     port: int = 8421
     # The console changes nothing: no resolve, no call.
     readonly: bool = False
+    # The file that keeps the digests of sessions, so that a restarted server knows them; without it
+    # they end with the process.
+    sessions: str | None = None
 
 
 class Listener(Protocol):

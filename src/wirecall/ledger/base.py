@@ -70,6 +70,9 @@ from wirecall.errors import UsageError, WirecallError, extra_fix
 MAX_ATTEMPTS = 5
 TOMBSTONE_FACTOR = 8
 
+# Bytes of a SHA-256.
+DIGEST = 32
+
 # Seconds after the lease of a committed run ends until the sweep records its outcome as unknown.
 UNKNOWN_AFTER = 60.0
 
@@ -172,7 +175,20 @@ class Outcome(Struct, frozen=True, gc=False):
 
     kind: Literal["result", "error"]
     payload: bytes | None
+    # The SHA-256 of the payload. If an operator stated the outcome, the operator's name follows it,
+    # so that every store keeps it for as long as the record.
     digest: bytes
+
+    @property
+    def resolved_by(self) -> str | None:
+        """Who stated the outcome, if the command itself did not."""
+        if len(self.digest) <= DIGEST:
+            return None
+        return self.digest[DIGEST:].decode(errors="replace")
+
+    def stated_by(self, operator: str) -> "Outcome":
+        """Return the outcome with the name of the operator who stated it."""
+        return Outcome(self.kind, self.payload, self.digest[:DIGEST] + operator.encode())
 
 
 Delivery: TypeAlias = Literal["pending", "written", "undelivered"]
@@ -215,6 +231,13 @@ class Record(Struct, frozen=True, gc=False):
         if self.state is State.RUNNING and self.committed and self.lease_left <= 0:
             return State.UNKNOWN
         return self.state
+
+    @property
+    def resolved_by(self) -> str | None:
+        """The operator who stated the outcome; None if there is none, or the command did."""
+        if self.outcome is None:
+            return None
+        return self.outcome.resolved_by
 
     @property
     def place(self) -> Place:
@@ -546,12 +569,17 @@ class Ledger(Protocol):
         ...
 
     async def resolve(
-        self, id: RecordId, outcome: Outcome | None, retention: float = 86_400
+        self,
+        id: RecordId,
+        outcome: Outcome | None,
+        retention: float = 86_400,
+        *,
+        fence: int | None = None,
     ) -> bool:
         """UNKNOWN to DONE with an outcome, or to absent with None: an operator found out.
 
         The standing of a record counts, so a committed run whose lease is over can be resolved at
-        once.
+        once. With a `fence`, the record must still have it: the operator has seen that run.
         """
         ...
 

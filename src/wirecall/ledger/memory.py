@@ -251,10 +251,18 @@ class MemoryLedger:
         return row is not None
 
     async def resolve(
-        self, id: RecordId, outcome: Outcome | None, retention: float = 86_400
+        self,
+        id: RecordId,
+        outcome: Outcome | None,
+        retention: float = 86_400,
+        *,
+        fence: int | None = None,
     ) -> bool:
         row = self._rows.get(id)
-        if row is None or row.view(self._clock()).standing is not State.UNKNOWN:
+        if row is None:
+            return False
+        record = row.view(self._clock())
+        if record.standing is not State.UNKNOWN or fence not in (None, record.fence):
             return False
         if outcome is None:
             self._remove(row)

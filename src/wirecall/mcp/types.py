@@ -301,6 +301,8 @@ KEY_META = "io.wirecall/idempotency-key"
 REPLAYED_META = "io.wirecall/replayed"
 # The call repeats one whose answer was lost, and gets it.
 RECOGNISED_META = "io.wirecall/recognised"
+# The operator who stated the result, after its outcome had been unknown.
+RESOLVED_META = "io.wirecall/resolved-by"
 # False: the command has run, and the ledger records it later.
 RECORDED_META = "io.wirecall/recorded"
 ERROR_META = "io.wirecall/error"

@@ -31,10 +31,44 @@ BATCH = "(batch)"
 # The sender of all anonymous calls, if they come from one user.
 USER = "user"
 
+# The phases of a call are measured by this clock.
+clock = time.perf_counter
+
 # Calls the function; returns its result, or an awaitable of it.
 Handler: TypeAlias = Callable[[], object]
 # Makes the result of a call from the value of its function.
 Shape: TypeAlias = Callable[[Json], object]
+
+
+class Mark(Struct, eq=False, gc=False, array_like=True):
+    """The facts about one message that the rows of all its calls share, for a tap."""
+
+    # When the message was complete, by `clock`.
+    begun: float
+    caller: str = ANONYMOUS
+    # Of the whole message.
+    bytes: int = 0
+    transport: Literal["rpc", "mcp"] = "rpc"
+    # The number of the batch in this process; 0 for a single call.
+    batch: int = 0
+    # Its entries.
+    size: int = 1
+    # When its reply was complete; 0 before.
+    ended: float = 0.0
+    # The position of the last entry that began and had to wait.
+    reached: int = -1
+    revision: str | None = None
+    # Each of its entries has its own times.
+    is_measured: bool = False
+    # The positions of the entries that have a row; the plain queries of a batch get theirs last.
+    noted: set[int] | None = None
+
+    def note(self, position: int | None) -> None:
+        """Note that an entry has a row."""
+        if position is not None:
+            if self.noted is None:
+                self.noted = set()
+            self.noted.add(position)
 
 
 class Frame(Struct, eq=False):
@@ -60,6 +94,8 @@ class Frame(Struct, eq=False):
     # Whether all anonymous calls come from one user. None: those of direct requests over the
     # loopback do.
     single_user: bool | None = False
+    # Set if a tap is on, and the frame belongs to one message alone.
+    mark: Mark | None = None
 
     def unique_sender(self) -> str | None:
         """Return a name that no other sender has; None if several senders may share every name."""
@@ -239,11 +275,14 @@ class Call(Struct, eq=False):
     recognised: bool = False
     # The ledger has the answer.
     recorded: bool = True
-    started: float = msgspec.field(default_factory=time.perf_counter)
+    started: float = msgspec.field(default_factory=clock)
     # The call id of the batch tool's call that this call is an entry of.
     batch: str | None = None
     # Values of earlier results are in its params.
     has_references: bool = False
+    # When its function began and ended, by `clock`; 0 if it did not, or if no tap asks.
+    entered: float = 0.0
+    left: float = 0.0
     # The names of the call in logs, spans and the audit trail.
     _ids: Ids | None = None
 
@@ -407,15 +446,35 @@ def _event(call: Call, outcome: Word, code: int | None = None) -> CallEnded:
     )
 
 
-class Events:
-    """Reports every call to the observers of an app, and to the log."""
+class CallTap(Protocol):
+    """Takes the calls that have ended as they are, without an event for each.
 
-    def __init__(self, observers: Sequence[Observer] = (), gate: "Gate | None" = None) -> None:
+    `console.tap.Tap` implements it. It is a protocol, since `server` is below `console` and must
+    not import it.
+    """
+
+    def ended(
+        self, call: Call, outcome: Word, code: int | None, error: BaseException | None
+    ) -> None: ...
+
+
+class Events:
+    """Reports every call to the observers of an app, to its tap, and to the log."""
+
+    def __init__(
+        self,
+        observers: Sequence[Observer] = (),
+        gate: "Gate | None" = None,
+        tap: CallTap | None = None,
+    ) -> None:
         self._observers = observers
         # Refuses a command before it runs.
         self.gate = gate
+        self._tap = tap
+        # Observers need the fingerprint of every command.
+        self.has_observers = bool(observers)
         # Not only the log observes calls.
-        self.observed = bool(observers)
+        self.observed = self.has_observers or tap is not None
 
     async def call_begins(self, call: Call) -> None:
         """Report a command that is about to run; the gate may refuse it."""
@@ -439,6 +498,10 @@ class Events:
             code = InternalError.CODE
             if isinstance(error, RpcError):
                 code = error.code
+        if self._tap is not None:
+            self._tap.ended(call, outcome, code, error)
+        if not call.frame.logged and not self._observers:
+            return
         ended = _event(call, outcome, code)
         if call.frame.logged:
             log(ended)

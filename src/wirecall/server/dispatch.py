@@ -337,6 +337,8 @@ class Dispatcher:
     async def _reply_all(self, frame: Frame, messages: list[Message | Invalid]) -> bytes | None:
         """Return the reply to a batch."""
         unwatched: Receipt | None = None
+        sent = messages
+        replies: list[Reply] | None = None
         self._count(len(messages), frame.sender.caller)
         try:
             concurrency = self._policy.limits.concurrency
@@ -346,9 +348,9 @@ class Dispatcher:
             if frame.sender.receipt is None:
                 unwatched = Receipt()
                 frame.sender = structs.replace(frame.sender, receipt=unwatched)
-            begin: Begin = self._begin
+            begin = self._begin_batch(frame, len(messages))
             if self._has_references and Invalid in map(type, messages):
-                begin = Linking(messages, self._methods, begin, self._serve).begin
+                begin = self._linking(frame, messages).begin
                 messages = [without_links(message) for message in messages]
             replies = await run_batch(
                 frame, messages, begin, self._in_lane, concurrency=concurrency
@@ -364,6 +366,7 @@ class Dispatcher:
             return sealed
         finally:
             self._count(-len(messages), frame.sender.caller)
+            self._end_batch(frame, sent, is_complete=replies is not None)
             if unwatched is not None:
                 unwatched.lost()
 
@@ -371,9 +374,9 @@ class Dispatcher:
         self, frame: Frame, messages: list[Message | Invalid], answers: Answers
     ) -> None:
         """Put the answers to a batch into a queue, each when its entry ends."""
-        begin: Begin = self._begin
+        begin = self._begin_batch(frame, len(messages), measured=True)
         if self._has_references and Invalid in map(type, messages):
-            begin = Linking(messages, self._methods, begin, self._serve).begin
+            begin = self._linking(frame, messages).begin
             messages = [without_links(message) for message in messages]
         limits = self._policy.limits
         streaming = Streaming(
@@ -398,7 +401,21 @@ class Dispatcher:
             streaming.fail(error)
         finally:
             self._count(-len(messages), frame.sender.caller)
+            self._end_batch(frame, [], is_complete=False)
             answers.finish()
+
+    def _begin_batch(self, _frame: Frame, _size: int, *, measured: bool = False) -> Begin:
+        """Return what begins the entries of a batch; `measured`: each of them has its own times."""
+        return self._begin
+
+    def _end_batch(
+        self, frame: Frame, messages: list[Message | Invalid], *, is_complete: bool
+    ) -> None:
+        """Called when the reply to a batch is complete, or never will be."""
+
+    def _linking(self, _frame: Frame, messages: list[Message | Invalid]) -> Linking:
+        """Return the order of a batch whose entries refer to each other."""
+        return Linking(messages, self._methods, self._begin, self._serve)
 
     def _in_lane(self, message: Message | Invalid) -> bool:
         """Return whether an entry of a batch begins only after the earlier ones of its lane."""
@@ -419,6 +436,11 @@ class Dispatcher:
         if execution is None:
             return method.is_command
         return execution == "sequential"
+
+    @property
+    def in_flight(self) -> int:
+        """The number of calls that wait for something, with those whose callers have left."""
+        return self._in_flight + self.commands.left
 
     async def aclose(self, grace: float) -> None:
         """Finish or release the commands that are in flight."""
@@ -488,20 +510,26 @@ class Dispatcher:
                 # batch of 50.
                 try:
                     return self._finish(
-                        frame, message, id, method, resume(result, result.send(None))
+                        frame, message, id, method, position, resume(result, result.send(None))
                     )
                 except StopIteration as finished:
                     result = finished.value
             if type(result) in _SHORT:
                 return Success(result, id)
             if hasattr(result, "__await__"):
-                return self._finish(frame, message, id, method, result)
+                return self._finish(frame, message, id, method, position, result)
             return self._answer(frame, _sealed(result), id)
         except BaseException as error:
-            return self._failure(frame, message, method, error)
+            return self._failure(frame, message, method, position, error)
 
     async def _finish(
-        self, frame: Frame, message: Message, id: Id, method: Method, awaitable: Awaitable[object]
+        self,
+        frame: Frame,
+        message: Message,
+        id: Id,
+        method: Method,
+        position: int | None,
+        awaitable: Awaitable[object],
     ) -> Reply:
         """Return the reply to a plain query that waits."""
         try:
@@ -510,10 +538,15 @@ class Dispatcher:
                 return answer
             return await answer
         except BaseException as error:
-            return self._failure(frame, message, method, error)
+            return self._failure(frame, message, method, position, error)
 
     def _failure(
-        self, frame: Frame, message: Message, method: Method, error: BaseException
+        self,
+        frame: Frame,
+        message: Message,
+        method: Method,
+        _position: int | None,
+        error: BaseException,
     ) -> Reply:
         """Return the answer to a plain query that failed."""
         if isinstance(error, InvalidParams):
@@ -679,7 +712,7 @@ class Dispatcher:
             except InvalidParams as misfit:
                 _understand(call, misfit)
                 handler = self._handler(call, context)
-            if is_recorded or (method.is_command and self._events.observed):
+            if is_recorded or (method.is_command and self._events.has_observers):
                 call.fingerprint = call.digest or fingerprint(call.params, method.key_place)
                 if self._events.gate is not None:
                     await self._events.call_begins(call)

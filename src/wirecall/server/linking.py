@@ -118,6 +118,15 @@ class Linking:
         self._answers: Outcomes[Answer | None] = Outcomes(self._plan)
         self._room = Room()
 
+    @property
+    def waits(self) -> dict[int, tuple[int, ...]]:
+        """By the position of an entry with references, the positions that it waits for."""
+        return {
+            position: planned.waits_for
+            for position, planned in enumerate(self._plan)
+            if planned.waits_for
+        }
+
     def _links(self, message: Message | Invalid) -> Links | RpcError:
         if not isinstance(message, Invalid) or message.linked is None:
             return NO_LINKS

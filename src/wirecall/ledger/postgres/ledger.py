@@ -254,12 +254,23 @@ class PostgresLedger:
         return bool(await self._ask("lapse", **token_of(token)))
 
     async def resolve(
-        self, id: RecordId, outcome: Outcome | None, retention: float = 86_400
+        self,
+        id: RecordId,
+        outcome: Outcome | None,
+        retention: float = 86_400,
+        *,
+        fence: int | None = None,
     ) -> bool:
         if outcome is None:
-            return bool(await self._ask("resolve not done", **id_of(id)))
+            return bool(await self._ask("resolve not done", **id_of(id), seen=fence))
         return bool(
-            await self._ask("resolve done", **id_of(id), **outcome_of(outcome), retention=retention)
+            await self._ask(
+                "resolve done",
+                **id_of(id),
+                **outcome_of(outcome),
+                retention=retention,
+                seen=fence,
+            )
         )
 
     # --- reading and housekeeping -----------------------------------------------------------------

@@ -759,11 +759,13 @@ SET state = 'done', lease_until = clock_timestamp(), retention = wirecall.second
     expires_at = clock_timestamp() + wirecall.seconds(%(retention)s), completed_at = clock_timestamp(),
     kind = %(kind)s, payload = %(payload)s, digest = %(digest)s
 WHERE caller = %(caller)s AND method = %(method)s AND key = %(key)s AND wirecall.standing(l) = 'unknown'
+    AND (%(seen)s::bigint IS NULL OR fence = %(seen)s::bigint)
 RETURNING true
 
 -- name: resolve not done
 DELETE FROM wirecall.ledger AS l
 WHERE caller = %(caller)s AND method = %(method)s AND key = %(key)s AND wirecall.standing(l) = 'unknown'
+    AND (%(seen)s::bigint IS NULL OR fence = %(seen)s::bigint)
 RETURNING true
 
 -- name: get

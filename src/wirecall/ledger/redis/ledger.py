@@ -389,12 +389,18 @@ class RedisLedger:
         return await self._change("lapse", token)
 
     async def resolve(
-        self, id: RecordId, outcome: Outcome | None, retention: float = 86_400
+        self,
+        id: RecordId,
+        outcome: Outcome | None,
+        retention: float = 86_400,
+        *,
+        fence: int | None = None,
     ) -> bool:
         found: tuple[Any, ...] = ()
         if outcome is not None:
             found = fields_of(outcome)
-        return bool(await self._run("resolve", id, micros(retention), *found))
+        seen = "" if fence is None else fence
+        return bool(await self._run("resolve", id, micros(retention), seen, *found))
 
     async def _change(self, script: str, token: Token, *args: Any) -> bool:
         return bool(

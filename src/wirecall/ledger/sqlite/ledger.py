@@ -244,12 +244,19 @@ class SqliteLedger:
         return await self._change("lapse", token)
 
     async def resolve(
-        self, id: RecordId, outcome: Outcome | None, retention: float = 86_400
+        self,
+        id: RecordId,
+        outcome: Outcome | None,
+        retention: float = 86_400,
+        *,
+        fence: int | None = None,
     ) -> bool:
         anyone = Token(id, 0, b"")  # these two statements ask for no token
         if outcome is None:
-            return await self._change("resolve_absent", anyone)
-        return await self._change("resolve_done", anyone, retention=retention, **_parts(outcome))
+            return await self._change("resolve_absent", anyone, seen=fence)
+        return await self._change(
+            "resolve_done", anyone, seen=fence, retention=retention, **_parts(outcome)
+        )
 
     async def get(self, id: RecordId) -> Record | None:
         return await self._read(self._get, id)

@@ -263,14 +263,14 @@ SET state = 'done', lease = :retention, lease_until = :clock + :retention, boot 
     outcome_kind = :kind, payload = :payload, digest = :digest,
     answer_at = CASE delivery WHEN 'pending' THEN :clock ELSE answer_at END,
     answer_boot = CASE delivery WHEN 'pending' THEN :boot ELSE answer_boot END
-WHERE caller = :caller AND method = :method AND key = :key AND (state = 'unknown' OR (
+WHERE caller = :caller AND method = :method AND key = :key AND (:seen IS NULL OR fence = :seen) AND (state = 'unknown' OR (
     state = 'running' AND committed = 1
         AND (lease_until <= :clock OR lease_until > :clock + lease + 1 OR (boot <> :boot AND boot <> x'' AND :boot <> x''))
 ));
 
 -- name: resolve_absent
 DELETE FROM wirecall_commands
-WHERE caller = :caller AND method = :method AND key = :key AND (state = 'unknown' OR (
+WHERE caller = :caller AND method = :method AND key = :key AND (:seen IS NULL OR fence = :seen) AND (state = 'unknown' OR (
     state = 'running' AND committed = 1
         AND (lease_until <= :clock OR lease_until > :clock + lease + 1 OR (boot <> :boot AND boot <> x'' AND :boot <> x''))
 ));
