@@ -1067,6 +1067,14 @@ class App(Declarations):
         """The open audit trail, if the app has one and serves."""
         return self._audit
 
+    def new_trail(self) -> "Audit | None":
+        """Return a further audit trail on the app's file, for a program that does not serve."""
+        if self._trail is None:
+            return None
+        from wirecall.audit import Audit
+
+        return Audit(**self._trail)
+
     def _tapped(self, rows: "DispatcherTap") -> "Callable[..., Dispatcher]":
         """Return the dispatcher that writes a row about each call."""
         from wirecall.server.tapped import TappedDispatcher, TappedLaxDispatcher

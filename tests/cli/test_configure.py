@@ -11,6 +11,8 @@ import pytest
 from tests.cli import invoke
 from wirecall import App, Limits, UsageError
 
+WHY = ("--reason", "the bank was asked")
+
 CALL = b'{"jsonrpc":"2.0","method":"one","id":1}'
 
 
@@ -143,5 +145,8 @@ def test_command_of_unknown_outcome_names_the_ledger_that_it_is_in(folder: Path)
     Path("app.py").write_text(SOURCE.replace("with Path", "raise ValueError\n    with Path"))
     charged()
     told = charged()["error"]["next"]
-    assert "then: wirecall ledger resolve app.py --not-done charge k, or: " in told
-    assert invoke("ledger", "resolve", "app.py", "--not-done", "charge", "k").exit_code == 0
+    assert (
+        "then: wirecall ledger resolve app.py --not-done --reason 'how you found out' charge k, or: "
+        in told
+    )
+    assert invoke("ledger", "resolve", "app.py", "--not-done", *WHY, "charge", "k").exit_code == 0

@@ -47,6 +47,8 @@ async def refuse(value: int) -> int:
     raise ProtocolError(4711, "no")
 """
 URL = "sqlite:ledger.db"
+# Every resolution has a reason.
+WHY = ("--reason", "the bank was asked")
 
 
 @pytest.fixture(autouse=True)
@@ -261,7 +263,7 @@ def test_name_of_a_caller_cannot_forge_a_line_of_a_record() -> None:
     assert r"caller       ada\u000astate        done\u001b[2J\u009b2J\u202e" in lines
     assert [line for line in lines if line.startswith("state")] == ["state        unknown"]
     settled = invoke(
-        "ledger", "resolve", URL, "crash", "k", "--caller", caller, "--not-done", "--yes"
+        "ledger", "resolve", *WHY, URL, "crash", "k", "--caller", caller, "--not-done", "--yes"
     ).stdout
     assert settled.count("\n") == 1 and settled.rstrip("\n").isprintable()
 
@@ -293,14 +295,16 @@ def test_sweep_prints_how_many_records_it_changed() -> None:
 def test_unknown_command_that_was_done_is_replayed_afterwards() -> None:
     call("crash", 1, "b")
     assert call("crash", 1, "b")["error"]["code"] == 50910
-    settled = told("ledger", "resolve", "app.py", "crash", "b", "--done", "--result", '{"paid": 5}')
+    settled = told(
+        "ledger", "resolve", *WHY, "app.py", "crash", "b", "--done", "--result", '{"paid": 5}'
+    )
     assert settled == {"caller": "", "method": "crash", "key": "b", "state": "done"}
     assert call("crash", 1, "b")["result"] == {"paid": 5}
 
 
 def test_unknown_command_that_was_not_done_runs_again() -> None:
     call("crash", 1, "b")
-    assert told("ledger", "resolve", URL, "crash", "b", "--not-done")["state"] == "absent"
+    assert told("ledger", "resolve", *WHY, URL, "crash", "b", "--not-done")["state"] == "absent"
     assert call("crash", 1, "b")["error"]["code"] == -32603  # it ran, and crashed again
 
 
@@ -322,7 +326,10 @@ def test_call_of_unknown_outcome_prints_the_command_that_settles_it(
     ][1]
     assert again.exit_code == Exit.KEY
     printed = printed_lines(again.stderr)[0]
-    assert printed == ["ledger", "resolve", *line.split()[:1], "--not-done", *line.split()[1:]]
+    assert printed == [
+        *("ledger", "resolve", *line.split()[:1], "--not-done"),
+        *("--reason", "how you found out", *line.split()[1:]),
+    ]
     assert invoke(*printed).exit_code == 0
     assert told("ledger", "stats", URL)["unknown"] == 0
 
@@ -380,12 +387,12 @@ def test_resolve_line_of_a_call_names_its_caller(caller: str) -> None:
 @pytest.mark.parametrize("target", ["app.py", URL])
 def test_resolve_asks_for_the_result_of_what_was_done(target: str) -> None:
     call("crash", 1, "b")
-    error = refused("ledger", "resolve", target, "crash", "b", "--done")
+    error = refused("ledger", "resolve", *WHY, target, "crash", "b", "--done")
     assert error["message"] == "Which result did it return?"
     assert "--result null" in error["next"]
     assert ("dict[str, int]" in error["why"]) == (target == "app.py")
     assert told("ledger", "stats", URL)["unknown"] == 1
-    told("ledger", "resolve", target, "crash", "b", "--done", "--result", "null")
+    told("ledger", "resolve", *WHY, target, "crash", "b", "--done", "--result", "null")
     assert call("crash", 1, "b")["result"] is None
 
 
@@ -397,12 +404,12 @@ def test_resolve_refuses_a_result_that_does_not_fit_the_method(method: str) -> N
         with pytest.raises(InternalError):
             tool("crash", 1, "b")
     error = refused(
-        "ledger", "resolve", "app.py", method, "b", "--done", "--result", '{"paid": "five"}'
+        "ledger", "resolve", *WHY, "app.py", method, "b", "--done", "--result", '{"paid": "five"}'
     )
     assert error["message"] == "--result does not fit the method."
     assert "expected" in error["why"].lower()
     assert told("ledger", "stats", URL)["unknown"] == 1
-    told("ledger", "resolve", "app.py", method, "b", "--done", "--result", '{"paid": 5}')
+    told("ledger", "resolve", *WHY, "app.py", method, "b", "--done", "--result", '{"paid": 5}')
 
 
 def test_ledger_of_an_app_is_the_one_that_call_and_serve_use() -> None:
@@ -429,14 +436,24 @@ def test_tools_result_is_kept_as_its_clients_get_it(target: str) -> None:
     assert [record["method"] for record in told("ledger", "list", URL, "--state", "unknown")] == [
         "tools/call:crash"
     ]
-    told("ledger", "resolve", target, "tools/call:crash", "t", "--done", "--result", '{"paid": 5}')
+    told(
+        "ledger",
+        "resolve",
+        *WHY,
+        target,
+        "tools/call:crash",
+        "t",
+        "--done",
+        "--result",
+        '{"paid": 5}',
+    )
     replayed = tool("crash", 1, "t")
     assert (replayed.structured, replayed.replayed) == ({"paid": 5}, True)
 
 
 def test_resolve_settles_only_unknown_records() -> None:
     call("put", 1, "a")
-    error = refused("ledger", "resolve", URL, "put", "a", "--not-done")
+    error = refused("ledger", "resolve", *WHY, URL, "put", "a", "--not-done")
     assert (error["type"], error["why"]) == ("not_unknown", "it is done")
 
 
@@ -452,7 +469,7 @@ def test_resolve_settles_only_unknown_records() -> None:
 )
 def test_verdict_must_be_clear(words: tuple[str, ...], what: str) -> None:
     call("crash", 1, "b")
-    assert refused("ledger", "resolve", URL, "crash", "b", *words)["message"] == what
+    assert refused("ledger", "resolve", *WHY, URL, "crash", "b", *words)["message"] == what
     assert told("ledger", "stats", URL)["unknown"] == 1
 
 
@@ -465,19 +482,21 @@ def test_resolve_asks_a_person_first(monkeypatch: pytest.MonkeyPatch) -> None:
         return False
 
     monkeypatch.setattr("wirecall.cli.ledger.ask", no)
-    result = invoke("ledger", "resolve", URL, "crash", "b", "--not-done")
+    result = invoke("ledger", "resolve", *WHY, URL, "crash", "b", "--not-done")
     assert result.exit_code == 130
     assert "The next call with this key will run" in asked[0]
     assert told("ledger", "stats", URL)["unknown"] == 1
-    assert invoke("ledger", "resolve", URL, "crash", "b", "--not-done", "--yes").exit_code == 0
+    assert (
+        invoke("ledger", "resolve", *WHY, URL, "crash", "b", "--not-done", "--yes").exit_code == 0
+    )
     assert len(asked) == 1
 
 
 def test_verdict_that_arrives_too_late_is_refused() -> None:
     call("crash", 1, "b")
-    told("ledger", "resolve", URL, "crash", "b", "--done", "--result", "null")
+    told("ledger", "resolve", *WHY, URL, "crash", "b", "--done", "--result", "null")
     assert (
-        refused("ledger", "resolve", URL, "crash", "b", "--done", "--result", "null")["type"]
+        refused("ledger", "resolve", *WHY, URL, "crash", "b", "--done", "--result", "null")["type"]
         == "not_unknown"
     )
 
@@ -501,7 +520,7 @@ def test_records_are_listed_swept_and_resolved_in_every_store(store: Store) -> N
         "unknown": 1,
         "tombstone": 1,
     }
-    told("ledger", "resolve", store.url, "crash", "lost", "--done", "--result", '{"paid": 5}')
+    told("ledger", "resolve", *WHY, store.url, "crash", "lost", "--done", "--result", '{"paid": 5}')
     assert call("crash", 1, "lost")["result"] == {"paid": 5}
 
 
@@ -521,7 +540,7 @@ def test_command_of_a_dead_process_is_unknown_at_once(store: Store) -> None:
 
     asyncio.run(die())
     assert told("ledger", "stats", store.url)["running"] == 2
-    error = refused("ledger", "resolve", store.url, "crash", "a", "--not-done")
+    error = refused("ledger", "resolve", *WHY, store.url, "crash", "a", "--not-done")
     assert (error["type"], "its lease ends in" in error["next"]) == ("not_unknown", True)
     for id in ids:
         store.age(id, LEASE + 1)
@@ -538,7 +557,9 @@ def test_command_of_a_dead_process_is_unknown_at_once(store: Store) -> None:
     assert told("ledger", "list", store.url, "--state", "running") == []
     assert told("ledger", "show", store.url, "crash", "a")["state"] == "unknown"
     assert told("ledger", "sweep", store.url) == {"changed": 0}
-    assert told("ledger", "resolve", store.url, "crash", "a", "--not-done")["state"] == "absent"
+    assert (
+        told("ledger", "resolve", *WHY, store.url, "crash", "a", "--not-done")["state"] == "absent"
+    )
     store.age(ids[1], UNKNOWN_AFTER)
     assert told("ledger", "sweep", store.url) == {"changed": 1}
     assert told("ledger", "show", store.url, "crash", "b")["state"] == "unknown"

@@ -384,7 +384,10 @@ def check_verbs(url: str) -> None:
         words = [url if word == "TARGET" else word for word in verb]
         ended = invoke("ledger", *words, *(() if url in words else (url,)), "--json")
         assert ended.exit_code == 0, ended.output
-    refused = invoke("ledger", "resolve", url, "charge", "key-1", "--caller=alice", "--not-done")
+    why = ("--reason", "the bank was asked")
+    refused = invoke(
+        "ledger", "resolve", url, "charge", "key-1", "--caller=alice", "--not-done", *why
+    )
     assert refused.exit_code != 0
 
 

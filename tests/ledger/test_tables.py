@@ -28,7 +28,10 @@ VERBS = (
     ("ledger", "list"),
     ("ledger", "sweep"),
     ("ledger", "show", "TARGET", "put", "k"),
-    ("ledger", "resolve", "TARGET", "put", "k", "--not-done", "--yes"),
+    (
+        *("ledger", "resolve", "TARGET", "put", "k", "--not-done", "--yes"),
+        *("--reason", "the bank was asked"),
+    ),
 )
 
 

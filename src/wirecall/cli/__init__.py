@@ -38,6 +38,7 @@ VERBS = {
     "logout": ("login", "Forget the logins at a server, and revoke their tokens."),
     "auth": ("login", "List the stored logins."),
     "ledger": ("ledger", "Look at the records of commands, and resolve unknown outcomes."),
+    "watch": ("watch", "Watch the calls of a running server."),
     "audit": ("audit", "Look at the audit trail, and verify it."),
     "probe": ("probe", "Find out which revisions and features a server supports."),
     "bench": ("bench", "Make calls at a steady rate, and report how long the answers take."),

@@ -9,17 +9,19 @@ work on a replica.
 import base64
 import binascii
 import math
+import os
 import shlex
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import click
 import msgspec
 from msgspec import Struct
 
 from wirecall.app import App
+from wirecall.audit import Audit
 from wirecall.cli.failures import CliError, Exit, Interrupted
 from wirecall.cli.targets import (
     DRIVERS,
@@ -34,13 +36,33 @@ from wirecall.cli.targets import (
     parse,
     reaching,
 )
-from wirecall.cli.terminal import Printer, Spinner, ask, count_of, json_option, progress, run
+from wirecall.cli.terminal import (
+    Printer,
+    Spinner,
+    ask,
+    ask_text,
+    count_of,
+    json_option,
+    progress,
+    run,
+)
 from wirecall.config import load_config
+from wirecall.console.resolve import (
+    LONGEST_REASON,
+    SHORTEST_REASON,
+    TAIL,
+    Resolution,
+    check_reason,
+    settle,
+    stated_outcome,
+    type_name,
+)
+from wirecall.console.source import Refusal
 from wirecall.errors import UsageError, nearest
 from wirecall.ledger.base import (
+    DIGEST,
     Ledger,
     Only,
-    Outcome,
     Place,
     Record,
     RecordId,
@@ -57,8 +79,6 @@ from wirecall.server.method import Method
 
 T = TypeVar("T")
 
-# Seconds, if the app that declares a method is not known.
-RETENTION = 86_400.0
 # Records that are read at once.
 PAGE = 500
 # Characters of the params that a table shows; `ledger show` and --json have all of them.
@@ -84,11 +104,15 @@ class Found(Struct, frozen=True):
             return app.registry.methods.get(name)
         return app.registry.tools.get(tool)
 
-    def retention(self, method: str) -> float:
-        declared = self.method(method)
-        if declared is None:
-            return RETENTION
-        return declared.terms.retention
+    def trail(self) -> Audit | None:
+        """Return the audit trail of the server that uses the ledger, if it is known."""
+        app = parse(self.app).app() if isinstance(self.app, str) else self.app
+        stated = load_config().audit
+        if stated is None and app is not None:
+            return app.new_trail()
+        if stated is None:
+            return None
+        return Audit(stated.removeprefix("file:").partition("?")[0])
 
 
 def found(text: str | None) -> Found:
@@ -346,7 +370,7 @@ def show_record(words: tuple[str, ...], caller: str, out: Printer) -> None:
         shown[record.outcome.kind] = "not kept"
         if payload is not None:
             shown[record.outcome.kind] = msgspec.json.decode(payload)
-        shown["digest"] = record.outcome.digest.hex()
+        shown["digest"] = record.outcome.digest[:DIGEST].hex()
     if task is not None:
         from wirecall.mcp.server.task_state import summary
 
@@ -472,6 +496,12 @@ def sweep_records(target: str | None, out: Printer) -> None:
 @click.option(
     "--result", metavar="JSON", help="With --done: the result that the command returned, or null."
 )
+@click.option(
+    "--reason",
+    metavar="TEXT",
+    help=f"How you found out, {SHORTEST_REASON} to {LONGEST_REASON} characters; for the audit "
+    "trail.",
+)
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @json_option
 def resolve_record(
@@ -480,14 +510,20 @@ def resolve_record(
     done: bool,
     not_done: bool,
     result: str | None,
+    reason: str | None,
     yes: bool,
     out: Printer,
 ) -> None:
     """Resolve a command whose outcome is unknown, after you have found it out.
 
+    If another person or the server was faster, nothing is changed. The reason goes into the audit
+    trail of the server, if wirecall.toml or the app names one, and the record keeps your name.
+
     \b
-    wirecall ledger resolve sqlite:ledger.db charge order-7 --done --result '{"paid": 500}'
-    wirecall ledger resolve sqlite:ledger.db charge order-8 --not-done
+    wirecall ledger resolve sqlite:ledger.db charge order-7 --done --result '{"paid": 500}' \\
+        --reason 'the bank has the payment 4711'
+    wirecall ledger resolve sqlite:ledger.db charge order-8 --not-done \\
+        --reason 'the bank knows no such payment'
     """
     where, id = _named(words, caller)
     if done == not_done:
@@ -501,12 +537,14 @@ def resolve_record(
             "--result is for --done",
             "drop --result, or give --done",
         )
-    outcome = None
+    verdict: Literal["happened", "not_happened"] = "not_happened"
     effect = "The next call with this key will run"
     if done:
-        outcome = _outcome(where, id, result)
+        verdict = "happened"
+        result = _checked_result(where, id, result)
         effect = "Retries will get this result"
     # Mistakes are found before the question, so that the user confirms only what is possible.
+    reason = _checked_reason(reason)
     record = _with(where, lambda ledger: _get(ledger, id))
     if record.standing is not State.UNKNOWN:
         raise CliError(
@@ -518,18 +556,80 @@ def resolve_record(
     question = f"{id} began {_time(record.started_at)}. {effect}. Is this what you found out?"
     if not yes and ask(question) is False:
         raise Interrupted("nothing was changed", "find out, then try again")
-    retention = where.retention(id.method)
-    if not _with(where, lambda ledger: ledger.resolve(id, outcome, retention), writes=True):
-        why = "another process has resolved it"
-        raise CliError(
-            f"{id} is not unknown any more.", why, "wirecall ledger show prints its outcome"
-        )
-    state = "absent"
+    resolution = Resolution(
+        fence=record.fence,
+        state=record.standing.value,
+        verdict=verdict,
+        reason=reason,
+        # Whoever uses the command line has typed the whole key.
+        tail=id.key[-TAIL:],
+        result=result or "null",
+    )
+    state = _settle(where, id, resolution)
     text = "was not done: the next call with this key runs"
-    if outcome:
-        state = "done"
+    if done:
         text = "is done: retries get its result"
     out.result({**msgspec.structs.asdict(id), "state": state}, escaped(f"{id} {text}"))
+
+
+def _checked_reason(reason: str | None) -> str:
+    """Return the reason, which a person at a terminal is asked for."""
+    if reason is None:
+        reason = ask_text("How did you find out? It goes into the audit trail")
+    if reason is None:
+        raise CliError(
+            "Why do you resolve it?",
+            f"expected --reason with {SHORTEST_REASON} to {LONGEST_REASON} characters, got none",
+            "--reason 'the bank has the payment 4711'",
+        )
+    try:
+        return check_reason(reason)
+    except Refusal as error:
+        raise CliError(str(error), "", "--reason 'the bank has the payment 4711'") from None
+
+
+def _settle(where: Found, id: RecordId, resolution: Resolution) -> str:
+    """Settle a record by the rules that the console has, too."""
+    actor = operator()
+    trail = where.trail()
+
+    async def work(ledger: Ledger) -> str:
+        return await settle(
+            ledger,
+            id,
+            resolution,
+            declared=where.method(id.method),
+            actor=actor,
+            note=None if trail is None else trail.append,
+        )
+
+    try:
+        return _with(where, work, writes=True)
+    except Refusal as error:
+        why = "another process has resolved it"
+        if error.document.get("record") is not None:
+            why = str(error)
+        raise CliError(
+            f"{id} is not unknown any more.",
+            why,
+            "wirecall ledger show prints its outcome",
+            type="changed",
+        ) from None
+    finally:
+        if trail is not None:
+            trail.close()
+
+
+def operator() -> str:
+    """Return the name of the person at this terminal, as the record keeps it."""
+    import getpass
+    import socket
+
+    try:
+        name = getpass.getuser()
+    except (OSError, KeyError):  # the user has no name
+        name = f"uid {os.getuid()}" if hasattr(os, "getuid") else "unknown"
+    return f"{name}@{socket.gethostname()}"
 
 
 def resolving(target: Sequence[str], id: RecordId) -> str:
@@ -540,8 +640,9 @@ def resolving(target: Sequence[str], id: RecordId) -> str:
     names = [id.method, id.key]
     if any(name.startswith("-") for name in names):
         names.insert(0, "--")
-    not_done = shlex.join([*words, "--not-done", *names])
-    done = shlex.join([*words, "--done", "--result", "JSON", *names])
+    why = ["--reason", "how you found out"]
+    not_done = shlex.join([*words, "--not-done", *why, *names])
+    done = shlex.join([*words, "--done", "--result", "JSON", *why, *names])
     return f"find out whether it took effect, then: {not_done}, or: {done}"
 
 
@@ -560,72 +661,28 @@ def _not_yet(record: Record) -> str:
     return "wirecall ledger show prints how it ended"
 
 
-def _check_type(declared: Method | None, result: str) -> None:
-    """Refuse a result that callers of the method could not read.
-
-    An operator without a result says null.
-    """
-    if declared is None or result.strip() == "null":
-        return
-    returns = declared.signature.returns
-    if returns is Any:
-        return
-    try:
-        msgspec.json.decode(result, type=returns)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
-        why = f"{declared.name} returns {_type_name(returns)}: {error}"
-        raise CliError(
-            "--result does not fit the method.", why, "give the result that it returned, or null"
-        ) from None
-    except TypeError:  # pydantic's types, and others that only their own library decodes
-        return
-
-
-def _type_name(returns: object) -> str:
-    if isinstance(returns, type) and not hasattr(returns, "__args__"):
-        return returns.__name__
-    return str(returns)
-
-
-def _outcome(where: Found, id: RecordId, result: str | None) -> Outcome:
-    """Return the outcome to record for a result in JSON."""
-    from wirecall.commands.outcome import outcome_of
-    from wirecall.mcp.server.calls import call_result
-
+def _checked_result(where: Found, id: RecordId, result: str | None) -> str:
+    """Return the result of a command that was done, if callers can read it."""
     declared = where.method(id.method)
     if result is None:
         expected = ""
         if declared is not None:
-            expected = f" of type {_type_name(declared.signature.returns)}"
+            expected = f" of type {type_name(declared.signature.returns)}"
         why = f"retries get it as the command's result for good; expected JSON{expected}, got none"
         next_step = (
             "--done --result JSON; if it returned nothing, or you do not know: --done --result null"
         )
         raise CliError("Which result did it return?", why, next_step)
     try:
-        value = msgspec.json.decode(result)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        stated_outcome(id, declared, result, "")
+    except Refusal as error:
+        what, _, why = str(error).partition(": ")
         raise CliError(
-            "--result is not JSON.", str(error), """--result '{"paid": 500}', --result '"text"'"""
+            f"{what.replace('The result', '--result')}.",
+            why,
+            str(error.document["error"]["hint"]),
         ) from None
-    is_wrapped = isinstance(value, dict) and isinstance(value.get("content"), list)
-    is_tool = id.method.startswith("tools/call:")
-    if not (is_tool and is_wrapped):
-        _check_type(declared, result)
-    if is_tool:
-        # The record of a tool holds the result of `tools/call`, with the value inside.
-        if declared is not None:
-            value = call_result(declared)(value)
-        elif not is_wrapped:
-            text = value
-            if not isinstance(value, str):
-                text = msgspec.json.encode(value).decode()
-            value = {
-                "resultType": "complete",
-                "content": [{"type": "text", "text": text}],
-                "structuredContent": value,
-            }
-    return outcome_of("result", value, id)
+    return result
 
 
 # --- records --------------------------------------------------------------------------------------
@@ -712,6 +769,8 @@ def _document(record: Record) -> JsonObject:
         # Whether the answer to a call without a key arrived.
         "delivery": record.delivery,
     }
+    if record.resolved_by is not None:
+        document["resolved_by"] = record.resolved_by
     if record.params is not None:
         document["params"] = msgspec.json.decode(record.params)
     return document

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -33,8 +34,10 @@ from wirecall.cli.targets import (
     ledger_option,
     optional_target_argument,
 )
+from wirecall.cli.watching import PORT, Watching, host_and_port, watching_options
 from wirecall.config import SETTINGS, Config, load_config
 from wirecall.errors import UsageError
+from wirecall.files import IS_PORTABLE
 from wirecall.limits import Limits
 from wirecall.transports.workers import stopping_signals, unused_signals
 
@@ -175,6 +178,7 @@ batch_tool_option = click.option(
     default="off",
     help="Log calls on stderr. [default: off]",
 )
+@watching_options
 @click.option("--dev", is_flag=True, hidden=True)  # `wirecall dev` sets it
 @_in_json
 def serve_command(
@@ -188,6 +192,7 @@ def serve_command(
     log: Log,
     dev: bool,
     audit: str | None,
+    watching: Watching,
     **given: Any,
 ) -> None:
     """Serve the app in TARGET, or the one that wirecall.toml names.
@@ -210,9 +215,9 @@ def serve_command(
     host = ""
     port = 0
     if way == "http":
-        host, port = _host_and_port(how["http"])
+        host, port = host_and_port(how["http"], f"--http {ADDRESS}")
     elif tcp is not None:
-        host, port = _host_and_port(tcp, "--tcp 127.0.0.1:8421")
+        host, port = host_and_port(tcp, "--tcp 127.0.0.1:8421")
     app = named(target, config).app()
     auth = None
     if stated := config.section("auth"):
@@ -239,19 +244,23 @@ def serve_command(
         if audit:
             check_trail(audit.removeprefix("file:").partition("?")[0])
         log_calls(log)
+        address: str = way
         if way == "http":
-            served = {name: how[name] for name in ("server", "workers", "grace")}
-            app.run("http", host=host, port=port, **served)
-        else:
-            app.run(
-                way,
-                host=host,
-                port=port,
-                path=(unix or "").removeprefix("unix:"),
-                framing=framing or "lines",
-                allow_remote=allow_remote,
-                grace=how["grace"],
-            )
+            address = f"http://{host}:{port}"
+        with watching.of(app, target=named(target, config).text, address=address, audit=audit):
+            if way == "http":
+                served = {name: how[name] for name in ("server", "workers", "grace")}
+                app.run("http", host=host, port=port, **served)
+            else:
+                app.run(
+                    way,
+                    host=host,
+                    port=port,
+                    path=(unix or "").removeprefix("unix:"),
+                    framing=framing or "lines",
+                    allow_remote=allow_remote,
+                    grace=how["grace"],
+                )
     except UsageError as error:
         failure = failure_of(error)
         for python, flag in _FLAGS.items():
@@ -318,16 +327,6 @@ def _check_transport(way: str, framing: str | None, allow_remote: bool) -> None:
         raise CliError(
             "--allow-remote is for --tcp.", "--http serves the address that it is given", "drop it"
         )
-
-
-def _host_and_port(address: str, example: str = f"--http {ADDRESS}") -> tuple[str, int]:
-    """Return the host and the port to listen on."""
-    host, colon, port = address.rpartition(":")
-    is_number = port.isascii() and port.isdigit()
-    if not colon or not is_number or int(port) > 65535:
-        why = "expected HOST:PORT, the port up to 65535"
-        raise CliError(f"{address!r} is not an address.", why, example)
-    return host.strip("[]") or "127.0.0.1", int(port)
 
 
 def check_trail(text: str) -> None:
@@ -417,13 +416,25 @@ _SKIPPED = {"__pycache__", "node_modules", "site-packages"}
 @click.option("--http", metavar="HOST:PORT", help=f"Address to listen on. [default: {ADDRESS}]")
 @ledger_option
 @batch_tool_option
+@click.option(
+    "--console/--no-console",
+    default=True,
+    help="Serve the console, and print the link to it. [default: on]",
+)
+@click.option("--console-port", type=PORT, help="Port of the console. [default: 8421]")
 def dev_command(
-    target: Target | None, http: str | None, ledger: str | None, batch_tool: str | None
+    target: Target | None,
+    http: str | None,
+    ledger: str | None,
+    batch_tool: str | None,
+    console: bool,
+    console_port: int | None,
 ) -> int:
     """Serve the app in TARGET with a log line per call, and restart when a file changes.
 
     It watches the Python files beside the app, or in the current folder if TARGET is a module.
-    It warns about plain functions that block the event loop for more than 100 ms.
+    It warns about plain functions that block the event loop for more than 100 ms. The console shows
+    every call with its params and its result.
 
     \b
     wirecall dev shop.py
@@ -440,6 +451,13 @@ def dev_command(
         words += ["--ledger", ledger]
     if batch_tool:
         words += ["--batch-tool", batch_tool]
+    # A restarted server knows the people who have signed in to its console.
+    kept = tempfile.TemporaryDirectory(prefix="wirecall-dev-")
+    if console and not IS_PORTABLE:
+        words += ["--console", "--capture", "bodies"]
+        words += ["--console-sessions", os.path.join(kept.name, "sessions")]
+        if console_port is not None:
+            words += ["--console-port", str(console_port)]
     folder = _watched(target)
     child: subprocess.Popen[bytes] | None = None
     is_stopping = False
@@ -499,6 +517,7 @@ def dev_command(
                 child = start()
     finally:
         end()
+        kept.cleanup()
     return Exit.DONE
 
 

@@ -26,6 +26,7 @@ from wirecall.protocol.messages import encode
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop, TimerHandle
 
+    from rich.console import RenderableType
     from rich.live import Live
 
 T = TypeVar("T")
@@ -224,6 +225,17 @@ def ask(question: str) -> bool | None:
         return False
 
 
+def ask_text(question: str) -> str | None:
+    """Ask for a line on the terminal; return None without a terminal, or after Ctrl-D."""
+    if not (is_terminal(sys.stdin) and is_terminal(sys.stderr)):
+        return None
+    try:
+        return str(click.prompt(escaped(question), err=True))
+    except click.Abort:
+        click.echo(err=True)
+        return None
+
+
 class Advance(Protocol):
     """Moves a bar by a number of steps, and names the next one beside it."""
 
@@ -312,6 +324,57 @@ class Spinner:
             redirect_stderr=False,
         )
         self._live.start()
+
+
+class LiveTable:
+    """A table on the terminal that is drawn again when its rows change, with a line below it."""
+
+    def __init__(self, columns: Sequence[str]) -> None:
+        self._columns = columns
+        self._rows: Sequence[Sequence[str]] = ()
+        self._line = ""
+        self._live: Live | None = None
+
+    def __enter__(self) -> "LiveTable":
+        from rich.live import Live
+
+        self._live = Live(
+            get_renderable=self._drawn,
+            refresh_per_second=10,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    @property
+    def height(self) -> int:
+        """The number of rows that fit."""
+        import shutil
+
+        return max(3, shutil.get_terminal_size().lines - 4)
+
+    def show(self, rows: Sequence[Sequence[str]], line: str) -> None:
+        """Replace the rows and the line."""
+        self._rows = rows
+        self._line = line
+
+    def _drawn(self) -> "RenderableType":
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, pad_edge=False, header_style="bold", expand=True)
+        for column in self._columns:
+            table.add_column(column, overflow="ellipsis", no_wrap=True)
+        for row in self._rows:
+            table.add_row(*(Text(escaped(cell)) for cell in row))  # never markup
+        return Group(table, Text(escaped(self._line), style="dim"))
 
 
 # --- input ----------------------------------------------------------------------------------------

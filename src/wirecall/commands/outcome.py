@@ -49,6 +49,7 @@ from wirecall.errors import (
     UsageError,
 )
 from wirecall.ledger.base import (
+    DIGEST,
     CommitUnknown,
     Crowded,
     LedgerDown,
@@ -226,7 +227,7 @@ def recorded(record: Record) -> Outcome:
     assert record.outcome is not None
     if record.outcome.payload is None:
         raise ResultNotRetained(
-            ran="yes", digest=record.outcome.digest.hex(), completed_at=record.completed_at
+            ran="yes", digest=record.outcome.digest[:DIGEST].hex(), completed_at=record.completed_at
         )
     return record.outcome
 

@@ -106,6 +106,10 @@ class Collector:
         self._trail = None if audit is None else Audit(audit)
         self._verified: JsonObject | None = None
         self.workers: dict[str, Worker] = {}
+        # The sum of the workers that were forgotten.
+        self._retired: list[Numbers] = []
+        # Workers that have ended.
+        self.ended = 0
         self.since = time.time()
         self._epoch = os.urandom(3).hex()
         self._rows: deque[Seen] = deque(maxlen=KEPT)
@@ -175,6 +179,9 @@ class Collector:
         gone = [worker for worker in self.workers.values() if worker.is_gone]
         for worker in gone[: max(0, len(gone) - GONE)]:
             del self.workers[worker.name]
+            # Its calls stay in the sums: a counter never goes back.
+            self._retired.append(worker.numbers)
+            self._retired = [_sum_of_numbers(self._retired)]
         self._rows_limit(len(self.workers))
 
     def _rows_limit(self, workers: int) -> None:
@@ -190,6 +197,7 @@ class Collector:
         if worker.is_gone:
             return
         worker.is_gone = True
+        self.ended += 1
         worker.link.close()
         worker.numbers.in_flight = 0
         worker.numbers.queued = 0
@@ -257,20 +265,15 @@ class Collector:
         except Refusal:
             self._unknown = None
 
+    def total(self) -> Numbers:
+        """Return the numbers summed over all workers that were seen."""
+        return _sum_of_numbers(
+            [*self._retired, *(worker.numbers for worker in self.workers.values())]
+        )
+
     def methods_total(self) -> dict[str, MethodTotals]:
         """Return the numbers of every method, summed over all workers that were seen."""
-        total: dict[str, MethodTotals] = {}
-        for worker in self.workers.values():
-            for name, each in worker.numbers.methods.items():
-                found = total.setdefault(name, MethodTotals(each.kind))
-                found.calls += each.calls
-                found.replays += each.replays
-                found.seconds += each.seconds
-                found.undelivered += each.undelivered
-                for code, number in each.errors.items():
-                    found.errors[code] = found.errors.get(code, 0) + number
-                found.buckets = _sum_of([found.buckets, each.buckets])
-        return total
+        return self.total().methods
 
     async def ask(self, what: str, **rest: Any) -> JsonObject:
         """Ask any worker that is alive."""
@@ -803,6 +806,29 @@ def _sum_of(lists: list[list[int]]) -> list[int]:
     total = [0] * (len(BOUNDS) + 1)
     for each in lists:
         total = [left + right for left, right in zip(total, each, strict=True)]
+    return total
+
+
+def _sum_of_numbers(several: list[Numbers]) -> Numbers:
+    total = Numbers("", 0, 0.0, methods={}, trips={})
+    for numbers in several:
+        total.missed += numbers.missed
+        total.in_flight += numbers.in_flight
+        total.queued += numbers.queued
+        for name, each in numbers.methods.items():
+            found = total.methods.setdefault(name, MethodTotals(each.kind))
+            found.calls += each.calls
+            found.replays += each.replays
+            found.seconds += each.seconds
+            found.undelivered += each.undelivered
+            for code, number in each.errors.items():
+                found.errors[code] = found.errors.get(code, 0) + number
+            found.buckets = _sum_of([found.buckets, each.buckets])
+        for name, trip in numbers.trips.items():
+            whole = total.trips.setdefault(name, Trip())
+            whole.number += trip.number
+            whole.failed += trip.failed
+            whole.seconds += trip.seconds
     return total
 
 

@@ -6,7 +6,7 @@ import binascii
 import msgspec
 
 from wirecall.console.source import NotFound, Refusal
-from wirecall.ledger.base import Place, Record, RecordId, State
+from wirecall.ledger.base import DIGEST, Place, Record, RecordId, State
 from wirecall.protocol.messages import Json, JsonObject
 from wirecall.server.method import Method
 
@@ -77,7 +77,7 @@ def brief(record: Record) -> JsonObject:
         "lease_left_s": round(max(record.lease_left, 0.0), 1),
         "delivery": record.delivery,
         "resolved_by": record.resolved_by,
-        "digest": None if record.outcome is None else record.outcome.digest.hex(),
+        "digest": None if record.outcome is None else record.outcome.digest[:DIGEST].hex(),
     }
 
 
@@ -91,7 +91,7 @@ def details(record: Record, declared: Method | None) -> JsonObject:
             "kind": record.outcome.kind,
             "text": None if payload is None else payload[:SHOWN].decode(errors="replace"),
             "bytes": None if payload is None else len(payload),
-            "digest": record.outcome.digest.hex(),
+            "digest": record.outcome.digest[:DIGEST].hex(),
         }
     params = None
     if record.params is not None:

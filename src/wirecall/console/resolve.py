@@ -23,7 +23,7 @@ from wirecall.audit import AuditEntry
 from wirecall.commands.outcome import outcome_of
 from wirecall.console.records import details, why_not
 from wirecall.console.source import NotFound, Refusal
-from wirecall.ledger.base import Ledger, Outcome, Record, RecordId, State
+from wirecall.ledger.base import DIGEST, Ledger, Outcome, Record, RecordId, State
 from wirecall.logs import host
 from wirecall.mcp.server.calls import call_result
 from wirecall.mcp.types import RESOLVED_META
@@ -37,7 +37,7 @@ LONGEST_REASON = 500
 TAIL = 6
 
 Note = Callable[[AuditEntry], None]
-State_ = Literal["done", "absent", "unknown"]
+Settled = Literal["done", "absent", "unknown"]
 
 
 class Resolution(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -73,7 +73,7 @@ async def settle(
     declared: Method | None,
     actor: str,
     note: Note | None,
-) -> State_:
+) -> Settled:
     """Settle a record by a person's verdict; return its state. `Refusal`: nothing was changed."""
     reason = check_reason(resolution.reason)
     if resolution.tail != id.key[-TAIL:]:
@@ -102,7 +102,7 @@ async def settle(
                 "record": details(record, declared),
             },
         )
-    state: State_ = "unknown"
+    state: Settled = "unknown"
     if resolution.verdict != "leave":
         terms = Terms() if declared is None else declared.terms
         if not await ledger.resolve(id, outcome, terms.retention, fence=record.fence):
@@ -162,7 +162,7 @@ def _check_type(declared: Method | None, result: str) -> None:
     except (msgspec.ValidationError, msgspec.DecodeError) as error:
         raise _refused(
             "result",
-            f"The result does not fit: {declared.name} returns {type_name(returns)}: {error}",
+            f"The result does not fit the method: {declared.name} returns {type_name(returns)}: {error}",
             "give the result that it returned, or null",
         ) from None
     except TypeError:  # pydantic's types, and others that only their own library decodes
@@ -194,7 +194,7 @@ def _line(
         "reason": reason,
     }
     if outcome is not None:
-        action["result_digest"] = outcome.digest[:32].hex()
+        action["result_digest"] = outcome.digest[:DIGEST].hex()
     return AuditEntry(
         time=time.time(),
         caller=actor,
