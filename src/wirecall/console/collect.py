@@ -121,6 +121,7 @@ class Collector:
         self._unknown: int | None = None
         self._watchers = 0
         self._polling: asyncio.Task[None] | None = None
+        self._reading = asyncio.Lock()
         self._news = asyncio.Event()
         self._wake = asyncio.Event()
         self._is_stopping = False
@@ -210,6 +211,11 @@ class Collector:
         return [worker for worker in self.workers.values() if not worker.is_gone]
 
     async def _read_rows(self) -> None:
+        # One reading at a time: two would take the same rows twice.
+        async with self._reading:
+            await self._take_rows()
+
+    async def _take_rows(self) -> None:
         self._find_workers()
         found: list[Seen] = []
         lost = 0

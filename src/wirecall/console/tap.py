@@ -19,7 +19,7 @@ from wirecall.console.ring import Ring, Totals
 from wirecall.errors import RpcError
 from wirecall.ledger.base import Ledger, LedgerDown
 from wirecall.logs import logger
-from wirecall.protocol.secrets import Redactor
+from wirecall.protocol.secrets import Plan, Redactor, hidden, plan_of
 from wirecall.server.call import Call, Mark, Word, clock
 from wirecall.server.tapped import More, row_id
 
@@ -83,6 +83,7 @@ class Tap:
         self._server: WorkerServer | None = None
         self._counting: asyncio.Task[None] | None = None
         self._redactors: dict[int, Redactor] = {}
+        self._plans: dict[int, Plan] = {}
         self._reset()
 
     def _reset(self) -> None:
@@ -235,12 +236,19 @@ class Tap:
         result: str | None = None
         if isinstance(error, RpcError):
             result = f"{error.code} {error.message}"
-        elif error is None:
-            result, is_cut = _shown_result(call.result)
+        elif error is None and not call.replayed:
+            result, is_cut = _shown_result(self._plan(call), call.result)
             cut = cut or is_cut
         self.bodies[number] = Body(params, result, cut)
         if len(self.bodies) > BODIES:
             self.bodies.popitem(last=False)
+
+    def _plan(self, call: Call) -> Plan:
+        """Return what is secret in the results of a method."""
+        method = call.method
+        if id(method) not in self._plans:
+            self._plans[id(method)] = plan_of(method.signature.returns, {})
+        return self._plans[id(method)]
 
     def _shown_params(self, call: Call, params: Raw) -> tuple[str, bool]:
         if len(params) > LONGEST_BODY:
@@ -256,10 +264,12 @@ class Tap:
             return "not readable", True
 
 
-def _shown_result(result: object) -> tuple[str | None, bool]:
-    """Return the beginning of a result as JSON text, and whether it was cut."""
+def _shown_result(plan: Plan, result: object) -> tuple[str | None, bool]:
+    """Return the beginning of a result as JSON text without secrets, and whether it was cut."""
     try:
         data = bytes(result) if isinstance(result, Raw) else msgspec.json.encode(result)
+        if plan is not None:
+            data = msgspec.json.encode(hidden(plan, msgspec.json.decode(data)))
     except (TypeError, ValueError, msgspec.EncodeError):
         return None, False
     return data[:LONGEST_BODY].decode(errors="replace"), len(data) > LONGEST_BODY

@@ -332,6 +332,7 @@ def _timed(call: Call, handler: Handler) -> object:
     if hasattr(result, "__await__"):
         return _timed_to_end(call, result)
     call.left = clock()
+    call.result = result
     return result
 
 
@@ -340,6 +341,8 @@ async def _timed_to_end(call: Call, awaitable: Awaitable[object]) -> object:
         result = await awaitable
         while hasattr(result, "__await__"):
             result = await result
+        # A command reports its end before its result is set.
+        call.result = result
         return result
     finally:
         call.left = clock()

@@ -1,0 +1,302 @@
+"""The tap: one row per call of every kind, with its phases, its batch and its references."""
+
+import asyncio
+import gc
+import json
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+import pytest
+
+from wirecall import App
+from wirecall.console.ring import SIZE, Ring, Totals, quantile
+from wirecall.console.rows import Seen, critical_path, phases_of, seen_of
+from wirecall.console.tap import BODIES, LONGEST_BODY, Capture, Tap
+from wirecall.protocol.secrets import Secret
+from wirecall.server.call import Mark
+
+
+def make_app(capture: Capture = "facts", **options: Any) -> tuple[App, Tap]:
+    app = App("shop", references=True, **options)
+    tap = Tap(capture)
+    app.configure(tap=tap)
+
+    @app.query
+    def price(sku: str) -> int:
+        return len(sku)
+
+    @app.query
+    async def look(sku: str) -> int:
+        await asyncio.sleep(0)
+        return len(sku)
+
+    @app.query
+    def fail(sku: str) -> int:
+        raise ValueError(sku)
+
+    @app.command
+    async def charge(cents: int, card: Annotated[str, Secret] = "") -> dict[str, int]:
+        await asyncio.sleep(0)
+        return {"paid": cents}
+
+    return app, tap
+
+
+@pytest.fixture
+async def shop() -> AsyncIterator[tuple[App, Tap]]:
+    app, tap = make_app()
+    async with app:
+        yield app, tap
+
+
+def call(id: object, method: str, /, **params: Any) -> dict[str, Any]:
+    return {"jsonrpc": "2.0", "id": id, "method": method, "params": params}
+
+
+async def send(app: App, *calls: dict[str, Any]) -> Any:
+    message: object = list(calls)
+    if len(calls) == 1:
+        message = calls[0]
+    reply = await app.handle(json.dumps(message).encode())
+    return None if reply is None else json.loads(reply)
+
+
+def rows_of(tap: Tap) -> list[dict[str, Any]]:
+    return [seen.row for seen in seen_by(tap)]
+
+
+def seen_by(tap: Tap) -> list[Seen]:
+    found = []
+    previous = 0.0
+    for raw in tap.ring.since(0):
+        found.append(seen_of(raw, "w", 0.0, previous))
+        previous = raw[1]
+    return found
+
+
+async def test_tap_notes_every_kind_of_single_call(shop: tuple[App, Tap]) -> None:
+    app, tap = shop
+    await send(app, call(1, "price", sku="abc"))
+    await send(app, call("two", "look", sku="abc"))
+    await send(app, call(3, "charge", cents=5, idempotency_key="k"))
+    await send(app, call(4, "charge", cents=5, idempotency_key="k"))
+    await send(app, call(5, "fail", sku="abc"))
+    await send(app, call(6, "price", sku=7))
+    await send(app, call(7, "prices"))
+    await app.handle(b"{")
+    rows = rows_of(tap)
+    assert [(row["method"], row["kind"], row["outcome"], row["code"]) for row in rows] == [
+        ("price", "query", "ok", None),
+        ("look", "query", "ok", None),
+        ("charge", "command", "ok", None),
+        ("charge", "command", "ok", None),
+        ("fail", "query", "error", -32603),
+        ("price", "query", "error", -32602),
+        ("prices", None, "error", -32601),
+        ("(invalid)", None, "error", -32700),
+    ]
+    assert [row["rpc_id"] for row in rows[:3]] == ["1", '"two"', "3"]
+    assert [row["replayed"] for row in rows[2:4]] == [False, True]
+    assert rows[2]["key"] == rows[3]["key"] == "k"
+    assert rows[2]["call_id"] != rows[3]["call_id"]
+    assert [row["id"] for row in rows] == [f"w-{number}" for number in range(1, 9)]
+    assert all(row["ms"] >= 0 for row in rows)
+
+
+async def test_tap_notes_a_big_id_exactly_and_cuts_a_long_one(shop: tuple[App, Tap]) -> None:
+    app, tap = shop
+    await send(app, call(12345678901234567890, "price", sku="a"))
+    await send(app, call("x" * 200, "price", sku="a"))
+    first, second = rows_of(tap)
+    assert first["rpc_id"] == "12345678901234567890"
+    assert second["rpc_id"] == json.dumps("x" * 100)
+
+
+@pytest.mark.parametrize("is_quick", [False, True])
+async def test_tap_batch_entries_know_their_batch(shop: tuple[App, Tap], is_quick: bool) -> None:
+    """The first batch of a process is measured; one after a quick batch shares its time."""
+    app, tap = shop
+    if is_quick:
+        # A batch of plain queries, long enough to be quick on a slow machine.
+        for _ in range(100):
+            before = tap.ring.last
+            await send(app, *(call(each, "price", sku="a") for each in range(50)))
+            if not tap.ring.since(before)[0][2].is_measured:
+                break
+        else:
+            pytest.skip("this machine is too busy: no batch was quick")
+    start = tap.ring.last
+    await send(
+        app,
+        call(1, "price", sku="abc"),
+        call(2, "charge", cents=5, idempotency_key=f"k{is_quick}"),
+        {"jsonrpc": "2.0", "method": "price", "params": {"sku": "x"}},
+        call(4, "prices"),
+        call(5, "price", sku="abcd"),
+    )
+    rows = [row for row in rows_of(tap) if int(row["id"].partition("-")[2]) > start]
+    rows.sort(key=lambda row: int(row["position"]))
+    assert [row["position"] for row in rows] == [0, 1, 2, 3, 4]
+    assert {row["size"] for row in rows} == {5}
+    assert len({row["batch"] for row in rows}) == 1
+    assert [row["method"] for row in rows] == ["price", "charge", "price", "prices", "price"]
+    assert [row["rpc_id"] for row in rows] == ["1", "2", None, "4", "5"]
+    assert rows[0]["bytes"] > 0 and rows[1]["bytes"] == 0
+
+
+async def test_tap_bundle_does_not_keep_messages_after_a_reading(shop: tuple[App, Tap]) -> None:
+    app, tap = shop
+    for _ in range(5):
+        await send(app, *(call(each, "price", sku="a") for each in range(50)))
+    assert len(tap.ring.since(0)) == 250
+    assert tap.ring._bundles == []
+
+
+async def test_tap_knows_the_references_of_a_batch(shop: tuple[App, Tap]) -> None:
+    app, tap = shop
+    first = call(1, "price", sku="abc")
+    second: dict[str, Any] = {**call(2, "charge", idempotency_key="r"), "refs": {"cents": [1, ""]}}
+    third = {**call(3, "price", sku="a"), "after": [2]}
+    answers = await send(app, first, second, third)
+    assert len(answers) == 3
+    (waits,) = tap.plans.values()
+    assert waits[2] == (1,)
+    if "result" in answers[1]:
+        assert waits[1] == (0,)
+
+
+async def test_tap_phases_follow_each_other(shop: tuple[App, Tap]) -> None:
+    app, tap = shop
+    await send(app, call(1, "price", sku="a"), call(2, "charge", cents=1, idempotency_key="p"))
+    seen = {each.row["method"]: each for each in seen_by(tap)}
+    names = [phase["name"] for phase in phases_of(seen["charge"])]
+    assert names == ["waited", "claimed", "ran", "encoded", "written"]
+    end = 0.0
+    for phase in phases_of(seen["charge"]):
+        assert phase["start_ms"] == pytest.approx(end, abs=0.01)
+        end = phase["start_ms"] + phase["ms"]
+    assert [phase["name"] for phase in phases_of(seen["price"])] == ["waited", "ran", "written"]
+
+
+async def test_tap_captures_bodies_without_secrets() -> None:
+    app, tap = make_app("bodies")
+    async with app:
+        await send(app, call(1, "charge", cents=5, card="4111", idempotency_key="k"))
+        await send(app, call(2, "price", sku="x" * (LONGEST_BODY + 1)))
+        bodies = list(tap.bodies.values())
+        assert json.loads(bodies[0].params or "") == {"cents": 5, "card": "***"}
+        assert json.loads(bodies[0].result or "") == {"paid": 5}
+        assert "4111" not in repr(tap.bodies)
+        assert bodies[1].cut and len(bodies[1].params or "") < 200
+        tap.is_paused = True
+        await send(app, call(3, "price", sku="a"))
+        assert len(tap.bodies) == 2
+        tap.is_paused = False
+        for number in range(BODIES + 5):
+            await send(app, call(number, "price", sku="a"))
+        assert len(tap.bodies) == BODIES
+
+
+async def test_tap_keeps_no_bodies_unless_asked(shop: tuple[App, Tap]) -> None:
+    app, tap = shop
+    await send(app, call(1, "charge", cents=5, card="4111", idempotency_key="k"))
+    assert not tap.bodies
+    assert "4111" not in repr(tap.ring.since(0))
+
+
+async def test_tap_totals_count_methods_errors_and_replays(shop: tuple[App, Tap]) -> None:
+    app, tap = shop
+    for number in range(3):
+        await send(app, call(number, "charge", cents=5, idempotency_key="k"))
+    await send(app, *(call(number, "price", sku="a") for number in range(10)))
+    await send(app, call(1, "nothing"))
+    await send(app, call(1, "price", sku=1))
+    tap.totals.count()
+    methods = tap.totals.methods
+    assert methods["charge"].calls == 3 and methods["charge"].replays == 2
+    assert methods["price"].calls == 11 and methods["price"].errors == {-32602: 1}
+    assert methods["(other)"].errors == {-32601: 1}
+    assert sum(methods["price"].buckets) == 11
+    assert tap.totals.missed == 0
+    assert {name: trip.number for name, trip in tap.trips.items()}["claim"] == 3
+
+
+def test_totals_say_how_many_rows_they_missed() -> None:
+    ring = Ring(4)
+    totals = Totals(ring)
+    for _ in range(10):
+        ring.note(1.0, Mark(0.5), "price", 1, None, None, None)
+    totals.count()
+    assert totals.missed == 6
+    assert totals.methods["price"].calls == 4
+
+
+def test_ring_since_returns_only_what_is_new() -> None:
+    ring = Ring()
+    for number in range(SIZE + 10):
+        ring.note(1.0, Mark(0.5), "price", number, None, None, None)
+    assert ring.last == SIZE + 10
+    assert len(ring.since(0)) == SIZE
+    assert [row[0] for row in ring.since(SIZE + 7)] == [SIZE + 8, SIZE + 9, SIZE + 10]
+    assert ring.find(3) is None
+    assert ring.since(0, 5)[0][0] == SIZE + 6
+
+
+@pytest.mark.parametrize(("is_command", "most"), [(False, 2_000_000), (True, 2_600_000)])
+def test_ring_takes_little_memory(is_command: bool, most: int) -> None:
+    import tracemalloc
+
+    from wirecall.server.tapped import More
+
+    gc.collect()
+    tracemalloc.start()
+    ring = Ring()
+    for number in range(SIZE):
+        more = None
+        if is_command:
+            id = f"call-{number:016}"
+            more = More("command", "ok", "yes", f"k-{number}", started=number + 0.1, call_id=id)
+        ring.note(number + 0.5, Mark(number + 0.2), "charge", number, None, None, more)
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert size < most
+
+
+def test_quantile_lies_in_the_bucket_of_its_call() -> None:
+    ring = Ring()
+    totals = Totals(ring)
+    for _ in range(95):
+        ring.note(1.001, Mark(1.0), "price", 1, None, None, None)
+    for _ in range(5):
+        ring.note(2.0, Mark(1.0), "price", 1, None, None, None)
+    totals.count()
+    buckets = totals.methods["price"].buckets
+    assert 0.8 <= quantile(buckets, 0.5) <= 1.6
+    assert 800 <= quantile(buckets, 0.99) <= 1640
+    assert quantile([0] * len(buckets), 0.95) == 0
+
+
+def test_critical_path_follows_references() -> None:
+    mark = Mark(0.0, batch=1, size=3)
+
+    def entry(position: int, start: float, end: float) -> Seen:
+        raw = (position + 1, end, mark, "m", position, None, position, None)
+        return Seen(seen_of(raw, "w", 0.0, start).row, raw, start)
+
+    entries = [entry(0, 0.0, 5.0), entry(1, 0.0, 7.0), entry(2, 5.0, 9.0)]
+    assert critical_path(entries, {2: [0]}) == {0, 2}
+    assert critical_path(entries[:2], {}) == {1}
+
+
+async def test_tap_of_a_lax_app_notes_calls() -> None:
+    app, tap = make_app(strict=False)
+    async with app:
+        assert await app.handle(b'{"method":"price","params":["abc"],"id":1}') is not None
+    assert [row["method"] for row in rows_of(tap)] == ["price"]
+
+
+def test_app_without_a_tap_has_the_plain_dispatcher() -> None:
+    from wirecall.server.dispatch import Dispatcher
+
+    app = App("shop")
+    assert type(app._serving()) is Dispatcher
