@@ -32,6 +32,7 @@ FOLDERS = {
     "cli": "The command line",
     "client": "The client: calls, batches, retries",
     "commands": "Commands: keys, replays, crashes, lost answers",
+    "console": "The console: tap, pages, feed, resolve",
     "contract": "Contracts: lock, diff, generated clients",
     "crash": "Processes that are killed",
     "faults": "Stores and servers that fail",
