@@ -72,6 +72,11 @@ class AsgiRequest(HttpRequest):
             return None
         return f"{client[0]}:{client[1]}"
 
+    @property
+    def query(self) -> str:
+        text: bytes = self._scope.get("query_string") or b""
+        return text.decode("latin-1")
+
     def address(self) -> Address | None:
         client = self._scope.get("client")
         if client is None:

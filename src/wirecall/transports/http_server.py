@@ -71,7 +71,8 @@ class HttpServer:
     pages of every origin may ask them. `sockets` are the paths of WebSockets. `startup` runs before
     the first request, `shutdown` after the last one; it receives the seconds that it may take.
     `entering` runs before each request: an app around this one may not forward the lifespan of
-    ASGI, so nothing has run `startup`.
+    ASGI, so nothing has run `startup`. `fallback` gets the paths that are not among the routes;
+    without it they are refused.
     """
 
     def __init__(
@@ -88,7 +89,9 @@ class HttpServer:
         startup: Callable[[], Awaitable[None]] | None = None,
         shutdown: Callable[[float], Awaitable[None]] | None = None,
         entering: Callable[[], Awaitable[None]] | None = None,
+        fallback: Endpoint | None = None,
     ) -> None:
+        self._fallback = fallback
         self._open = {**(open_routes or {})}
         # Paths that do not need credentials, and do not need a started application.
         self._free = PROBES.union(self._open)
@@ -228,7 +231,7 @@ class HttpServer:
         # Step 2: the path is an endpoint (404).
         if request.is_websocket:
             return self._socket_endpoint(request)
-        endpoint = self.routes.get(path)
+        endpoint = self.routes.get(path, self._fallback)
         if endpoint is None:
             raise HttpError(
                 404, f"there is no {path[:100]!r}; there are {', '.join(sorted(self.routes))}"

@@ -163,6 +163,11 @@ class HttpRequest(ABC):
     def client(self) -> str | None:
         """The address of the other end of the connection; None if the server does not know it."""
 
+    @property
+    @abstractmethod
+    def query(self) -> str:
+        """The part of the target after `?`, as it was sent; "" without one."""
+
     def sender(self, link: str | None = None) -> Sender:
         """Return the sender of the message. `link` is the name of its session, if it has one."""
         return Sender(self.caller, self.identity, link, self.headers, self.receipt)

@@ -43,6 +43,7 @@ class RsgiScope(Protocol):
     proto: str
     method: str
     path: str
+    query_string: str
     authority: str | None
     client: str
     server: str
@@ -98,6 +99,10 @@ class RsgiRequest(HttpRequest):
     @property
     def client(self) -> str | None:
         return self._scope.client or None
+
+    @property
+    def query(self) -> str:
+        return self._scope.query_string
 
     def address(self) -> Address | None:
         host, _, port = self._scope.client.rpartition(":")
