@@ -2,9 +2,11 @@
 
 1. All files are served below one folder, whose name is the digest of all of them. So the pages may
    import each other by relative names, and a browser may keep every file without asking again.
-2. `manifest.json` names the one file that another project wrote, with its licence and its digest.
+2. Files are compressed once, when the first page is asked for.
+3. `manifest.json` names the one file that another project wrote, with its licence and its digest.
 """
 
+import gzip
 import hashlib
 from functools import cache
 from importlib.resources import files
@@ -29,6 +31,8 @@ class Asset(Struct, frozen=True):
 
     media: str
     body: bytes
+    # The same, compressed by gzip.
+    packed: bytes
 
 
 class Assets(Struct, frozen=True):
@@ -53,7 +57,7 @@ def assets() -> Assets:
     by_path = {}
     for name, body in found.items():
         _, dot, ending = name.rpartition(".")
-        by_path[f"{folder}/{name}"] = Asset(TYPES[dot + ending], body)
+        by_path[f"{folder}/{name}"] = Asset(TYPES[dot + ending], body, gzip.compress(body, mtime=0))
     return Assets(folder, by_path, page)
 
 

@@ -20,7 +20,7 @@ from urllib.parse import parse_qsl, unquote
 
 import msgspec
 
-from wirecall.console.assets import assets
+from wirecall.console.assets import Asset, assets
 from wirecall.console.signin import SESSION_LIFE, Role, Session, SignIn, TooMany
 from wirecall.console.source import FeedEvent, ListenerSettings, Refusal, Source
 from wirecall.errors import UsageError
@@ -169,8 +169,7 @@ class Listener:
         path = request.path
         files = assets()
         if path in files.by_path:
-            asset = files.by_path[path]
-            await request.respond(200, asset.body, asset.media, [FOREVER])
+            await _send_asset(request, files.by_path[path])
             return
         if PAGE.fullmatch(path) and not path.endswith(".json"):
             await request.respond(200, files.page, "text/html; charset=utf-8", [FRESH])
@@ -224,9 +223,7 @@ class Listener:
             return await several[page]()
         raise Refused(404, "address", f"there is no page {path[:100]!r}")
 
-    async def _stream(
-        self, request: HttpRequest, session: Session, given: dict[str, str]
-    ) -> None:
+    async def _stream(self, request: HttpRequest, session: Session, given: dict[str, str]) -> None:
         """Send the feed until the client leaves or the console stops."""
         events = self._source.feed(given.get("filter", ""), given.get("after") or None)
         await request.open_stream()
@@ -335,6 +332,15 @@ class Listener:
         if session.role == "look":
             document = shortened(document)
         await request.respond(200, msgspec.json.encode(document), headers=[FRESH])
+
+
+async def _send_asset(request: HttpRequest, asset: Asset) -> None:
+    fields = [FOREVER, ("vary", "Accept-Encoding")]
+    body = asset.body
+    if "gzip" in request.headers.get("accept-encoding", ""):
+        fields.append(("content-encoding", "gzip"))
+        body = asset.packed
+    await request.respond(200, body, asset.media, fields)
 
 
 def shortened(value: Any) -> Any:
