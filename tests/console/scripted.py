@@ -116,6 +116,8 @@ class ScriptedSource:
         self.attempts: list[dict[str, Any]] = []
         self.trail: list[dict[str, Any]] = []
         self.epoch = "e1"
+        # Set when a feed is open.
+        self.watched = asyncio.Event()
         self._watchers: set[asyncio.Queue[list[dict[str, Any]]]] = set()
 
     # --- for tests --------------------------------------------------------------------------------
@@ -355,6 +357,7 @@ class ScriptedSource:
         wanted = read_filter(filter)
         queue: asyncio.Queue[list[dict[str, Any]]] = asyncio.Queue()
         self._watchers.add(queue)
+        self.watched.set()
         try:
             if after is not None:
                 epoch, _, number = after.rpartition("-")

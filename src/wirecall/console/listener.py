@@ -100,7 +100,7 @@ class Listener:
         self._source = source
         self._settings = settings
         self._role: Role = "look" if settings.readonly else "act"
-        self._signin = SignIn()
+        self.signin = SignIn()
         self._port = settings.port
         self._stop = asyncio.Event()
         self._server = HttpServer({}, fallback=self._answer)
@@ -134,7 +134,7 @@ class Listener:
 
     def link(self) -> str:
         """Return a new link for one sign-in."""
-        return f"{self.url}/#link={self._signin.link(self._role)}"
+        return f"{self.url}/#link={self.signin.link(self._role)}"
 
     async def aclose(self) -> None:
         """End every stream, then close."""
@@ -262,7 +262,7 @@ class Listener:
         """Do what a person asked for."""
         source = self._source
         if path == "/session/end":
-            self._signin.close(session)
+            self.signin.close(session)
             await self._note(session.name, "sign out", "", "ok")
             return {"signed_in": False}
         if path == "/audit/verify":
@@ -284,14 +284,14 @@ class Listener:
 
     def _attempt(self) -> None:
         try:
-            self._signin.attempt()
+            self.signin.attempt()
         except TooMany as error:
             raise Refused(429, "attempts", str(error), wait=error.seconds) from None
 
     async def _sign_in(self, request: HttpRequest, given: JsonObject) -> None:
         self._attempt()
         secret = given.get("link")
-        opened = self._signin.open(secret) if isinstance(secret, str) else None
+        opened = self.signin.open(secret) if isinstance(secret, str) else None
         if opened is None:
             await self._note("anonymous", "sign in", request.client or "", "refused")
             raise Refused(
@@ -318,7 +318,7 @@ class Listener:
         headers = request.headers
         if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
             raise Refused(403, "origin", "only the console's own pages may read this")
-        session = self._signin.find(
+        session = self.signin.find(
             _cookie(headers.get("cookie", ""), f"wc_{self._port}"), headers.get(TAB, "")
         )
         if session is None:
