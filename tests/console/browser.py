@@ -68,11 +68,26 @@ def chromium() -> Iterator["Browser"]:
             found.close()
 
 
+def until(page: "Page", expression: str, wanted: Any = True) -> None:
+    """Wait until an expression has a value in the page.
+
+    The policy of the console forbids `wait_for_function`, which evaluates strings in the page.
+    """
+    for _ in range(PATIENCE // 50):
+        found = page.evaluate(expression)
+        if found == wanted:
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError(f"{expression} is {found!r}, expected {wanted!r}")
+
+
 class Console:
     """A console that serves a source in a thread, on its own port."""
 
     def __init__(self, source: Source, *, readonly: bool = False, port: int = 0) -> None:
         self.source = source
+        # Those that look at it leave before it stops.
+        self.lookers: list[Looker] = []
         self._settings = ListenerSettings(port=port, readonly=readonly)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -84,6 +99,8 @@ class Console:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for looker in self.lookers:
+            looker.leave()
         self.stop()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(30)
@@ -92,13 +109,11 @@ class Console:
     def stop(self) -> None:
         self.run(self.listener.aclose())
 
-    def restart(self) -> None:
-        """Stop, and listen on the same port with the same sessions."""
+    def start_again(self) -> None:
+        """Listen on the same port, with the same sessions."""
         port = int(self.url.rpartition(":")[2])
-        self.stop()
-        self._settings = ListenerSettings(port=port)
         before = self.listener
-        self.listener = self.run(open_listener(self.source, self._settings))
+        self.listener = self.run(open_listener(self.source, ListenerSettings(port=port)))
         self.listener.signin = before.signin
 
     def link(self) -> str:
@@ -129,6 +144,8 @@ class Looker:
 
     def open(self, console: Console, path: str = "/", **options: Any) -> "Page":
         """Sign in with a new context, and show a page."""
+        if self not in console.lookers:
+            console.lookers.append(self)
         page = self.page(**options)
         page.goto(console.link())
         page.wait_for_selector("header.top")
@@ -153,7 +170,11 @@ class Looker:
         if kind in ("error", "warning") and not any(each in text for each in self.expected):
             self.complaints.append(text)
 
-    def close(self) -> None:
+    def leave(self) -> None:
         for context in self._contexts:
             context.close()
-        assert self.complaints == [], "the browser complained"
+        self._contexts.clear()
+
+    def close(self) -> None:
+        self.leave()
+        assert self.complaints == [], f"the browser complained: {self.complaints}"

@@ -46,6 +46,8 @@ const SEVERAL = { now, calls, ledger, methods, audit, settings };
 /** @type {Page | null} */
 let page = null;
 let shown = "";
+/** The address that the page shows. */
+let seen = /** @type {import("./route.js").Route | null} */ (null);
 const help = signal(false);
 const twin = signal(/** @type {{path: string, text: string} | null} */ (null));
 /** The first key of `g x`. */
@@ -54,8 +56,9 @@ let isGoing = false;
 /** @param {import("./route.js").Route} here */
 function pageOf(here) {
   const place = here.name ? `${here.page}/${here.name}` : here.page;
-  if (page && shown === place && page.update?.(here)) return page;
-  if (page && shown === place && !page.update) return page;
+  if (page && here === seen) return page;
+  seen = here;
+  if (page && shown === place && (!page.update || page.update(here))) return page;
   page?.close?.();
   const open = here.name ? ONE[here.page] : SEVERAL[here.page];
   page = open ? open(here) : { title: "Not here", view: missing };

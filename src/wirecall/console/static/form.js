@@ -114,6 +114,11 @@ function note(schema) {
   return words.length ? html`<small>${words.join(" · ")}</small>` : nothing;
 }
 
+/** A string without its quotes, other JSON as it is. @param {string} text */
+function word(text) {
+  return text.startsWith('"') ? JSON.parse(text) : text;
+}
+
 /**
  * @param {any} schema
  * @param {string} id
@@ -128,7 +133,7 @@ function control(schema, id, path, node, world) {
     const values = (schema.enum ?? [schema.const]).map((/** @type {unknown} */ each) => JSON.stringify(each));
     return html`<select id=${id} @change=${(/** @type {any} */ event) => put(event.target.value || undefined)}>
       <option value="" ?selected=${!node}></option>
-      ${values.map((/** @type {string} */ each) => html`<option value=${each} ?selected=${node?.text === each}>${visible(each)}</option>`)}</select>`;
+      ${values.map((/** @type {string} */ each) => html`<option value=${each} ?selected=${node?.text === each}>${visible(word(each))}</option>`)}</select>`;
   }
   if (schema?.type === "boolean") {
     return html`<input id=${id} type="checkbox" .checked=${node?.text === "true"}

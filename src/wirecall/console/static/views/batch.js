@@ -229,7 +229,7 @@ function bar(entry, y, x, label, width) {
   const parts = (entry.phases ?? []).filter((/** @type {any} */ each) => each.name !== "written");
   const last = finish(entry);
   const classes = `entry ${failed ? "failed" : ""} ${row.replayed ? "replayed" : ""} ${entry.critical ? "critical" : ""}`;
-  return svg`<a href=${`/calls/${encodeURIComponent(row.id)}`} class=${classes} aria-label=${words} data-position=${entry.position}>
+  return svg`<a href=${`/calls/${encodeURIComponent(row.id)}`} class=${classes} data-position=${entry.position}>
     <rect class="hit" x="0" y=${y} width=${width} height=${ROW}></rect>
     ${number}
     <text class="word" x="24" y=${middle + 4}><tspan class="sign">${sign}</tspan> ${short(row.tool ?? row.method, most)}</text>

@@ -55,7 +55,9 @@ export function open(route) {
   }
 
   async function load() {
+    const wanted = filter.value;
     await history.reload();
+    if (wanted !== filter.value) return;
     if (history.data.value) add(history.data.value.rows);
     if (history.error.value) problem.value = history.error.value.message;
   }

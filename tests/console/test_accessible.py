@@ -1,0 +1,65 @@
+"""axe-core finds nothing on any page, in both themes."""
+
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.console.browser import Console, Looker, until
+from tests.console.scripted import ScriptedSource
+from tests.console.test_pages import PAGES, first_record
+from tests.mcp.node import installed
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+AXE = "axe-core@4.14.0"
+TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+
+
+@pytest.fixture(scope="module")
+def axe() -> str:
+    try:
+        folder = installed(AXE)
+    except (RuntimeError, subprocess.SubprocessError) as error:
+        pytest.skip(f"npm cannot be reached: {str(error)[-300:]}")
+    return (folder / "axe-core" / "axe.min.js").read_text()
+
+
+def violations(page: "Page", axe: str) -> list[str]:
+    page.evaluate(f"globalThis.axe ?? (() => {{ {axe} }})()")
+    found: Any = page.evaluate(
+        "tags => axe.run(document, { runOnly: { type: 'tag', values: tags } })", TAGS
+    )
+    return [
+        f"{each['id']}: {node['html'][:160]} {node.get('failureSummary', '')[:200]}"
+        for each in found["violations"]
+        for node in each["nodes"]
+    ]
+
+
+def visit(page: "Page", path: str) -> None:
+    """Go to a page as a link does: axe-core stays loaded."""
+    page.evaluate(
+        "path => { history.pushState(null, '', path); dispatchEvent(new Event('popstate')); }", path
+    )
+    until(page, "location.pathname + location.search", path)
+    page.wait_for_timeout(100)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_accessible_pages(
+    looker: Looker, console: Console, source: ScriptedSource, axe: str, theme: Any
+) -> None:
+    page = looker.open(console, color_scheme=theme, bypass_csp=True)
+    found = {}
+    for path in PAGES:
+        visit(page, path.replace("RECORD", first_record(source)))
+        page.locator("main h1").wait_for()
+        until(page, "!document.body.textContent.includes('Reading…')")
+        found[path] = violations(page, axe)
+    visit(page, f"/ledger/{first_record(source)}")
+    page.get_by_role("button", name="Resolve…").click()
+    page.get_by_role("radio", name="It happened").check()
+    found["resolve"] = violations(page, axe)
+    assert {path: problems for path, problems in found.items() if problems} == {}
