@@ -5,6 +5,7 @@ import gzip
 import http.client
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -304,6 +305,22 @@ def test_signin_secrets_of_two_sessions_do_not_mix(clock: Callable[..., float]) 
     other = signin.open(signin.link("act"))
     assert one is not None and other is not None
     assert signin.find(one.cookie, other.tab) is None
+
+
+def test_signin_session_outlives_the_process(tmp_path: Path) -> None:
+    file = tmp_path / "sessions"
+    signin = SignIn(file=str(file))
+    opened = signin.open(signin.link("act"))
+    assert opened is not None
+    assert file.stat().st_mode & 0o077 == 0
+    assert opened.cookie not in file.read_text()
+    later = SignIn(file=str(file))
+    found = later.find(opened.cookie, opened.tab)
+    assert found == opened.session
+    later.close(found)
+    assert SignIn(file=str(file)).find(opened.cookie, opened.tab) is None
+    file.write_text("[torn")
+    assert SignIn(file=str(file)).find(opened.cookie, opened.tab) is None
 
 
 def test_signin_attempts_are_possible_again_after_a_minute(clock: Callable[..., float]) -> None:

@@ -100,7 +100,7 @@ class Listener:
         self._source = source
         self._settings = settings
         self._role: Role = "look" if settings.readonly else "act"
-        self.signin = SignIn()
+        self.signin = SignIn(file=settings.sessions)
         self._port = settings.port
         self._stop = asyncio.Event()
         self._server = HttpServer({}, fallback=self._answer)

@@ -7,7 +7,9 @@
    the cookie to every other program on the loopback, too. The page itself sends the value of the
    tab, in a header.
 4. A secret has 256 bits. The server keeps only its digest, and compares digests in constant time.
-5. Attempts to sign in and requests for another link are limited, together, to `ATTEMPTS` per
+5. With a file, sessions outlive the process: `wirecall dev` restarts the server at every edit. The
+   file has digests alone, and only its owner can read it.
+6. Attempts to sign in and requests for another link are limited, together, to `ATTEMPTS` per
    minute.
 """
 
@@ -17,9 +19,15 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Literal, TypeAlias
 
+import msgspec
 from msgspec import Struct
+
+from wirecall.files import replace_file
+from wirecall.logs import logger
 
 Role: TypeAlias = Literal["look", "act"]
 
@@ -60,14 +68,22 @@ class Opened(Struct, frozen=True):
 
 
 class SignIn:
-    """The links and the sessions of one console. `clock` returns seconds."""
+    """The links and the sessions of one console.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    `clock` returns seconds. `file` keeps the sessions for the next process.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time, file: str | None = None) -> None:
         self._clock = clock
+        self._file = None if file is None else Path(file)
         # The digest of each link, when it ends, and its role.
         self._links: deque[tuple[bytes, float, Role]] = deque(maxlen=MOST_LINKS)
         self._sessions: deque[Session] = deque(maxlen=MOST_SESSIONS)
         self._attempts: deque[float] = deque(maxlen=ATTEMPTS)
+        if self._file is not None:
+            with suppress(OSError, msgspec.MsgspecError):  # there is none yet, or it is torn
+                kept = msgspec.json.decode(self._file.read_bytes(), type=list[Session])
+                self._sessions.extend(kept)
 
     def link(self, role: Role) -> str:
         """Return the secret of a new link."""
@@ -102,6 +118,7 @@ class SignIn:
                 ends_at=self._clock() + SESSION_LIFE,
             )
             self._sessions.append(session)
+            self._keep()
             return Opened(session, cookie, tab)
         return None
 
@@ -122,6 +139,15 @@ class SignIn:
         """End a session."""
         if session in self._sessions:
             self._sessions.remove(session)
+            self._keep()
+
+    def _keep(self) -> None:
+        if self._file is None:
+            return
+        try:
+            replace_file(self._file, msgspec.json.encode(list(self._sessions)))
+        except OSError as error:
+            logger.warning("the sessions of the console cannot be kept: %s", error)
 
 
 def _digest(secret: str) -> bytes:
