@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 
-.PHONY: demo test check conformance frameworks servers docs package bench pictures crash lost clean
+.PHONY: demo test check conformance frameworks servers docs package console-check bench pictures crash lost clean
 
 demo: $(VENV)/base  ## the main job, in a few seconds; the first time it makes the virtual environment
 	@$(BIN)/python examples/demo.py
@@ -53,6 +53,9 @@ package: $(VENV)/package  ## the files of a release, in dist/, checked as a pack
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/check-wheel-contents dist/*.whl
 
+console-check: $(VENV)/test  ## the types of the console's scripts, with TypeScript from npm
+	$(BIN)/python -m tests.console.check
+
 # Less exact in a minute: make bench QUICK=1
 QUICK ?=
 
@@ -61,8 +64,9 @@ bench: $(VENV)/bench  ## ratios to bare engines and to other libraries, in one r
 	for name in core ledger http batches stdio client cli gateway; do echo "== $$name"; $(BIN)/python bench/$$name.py $(if $(QUICK),--quick) || missed=1; done; \
 	$(BIN)/python bench/targets.py; exit $$missed
 
-pictures: $(VENV)/bench  ## the pictures of README, from the results of the last make bench
+pictures: $(VENV)/test  ## the pictures of README and of the console, from the results of the last make bench and by Chromium
 	$(BIN)/python bench/pictures.py
+	$(BIN)/python -m tests.console.pictures
 
 KILLS ?= 10000
 SEED ?= 0

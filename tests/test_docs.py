@@ -186,7 +186,7 @@ def test_pictures_have_an_alt_text_and_a_dark_scheme() -> None:
     shown = [
         (text, name)
         for page in pages
-        for text, name in re.findall(r"!\[(.*?)\]\((?:docs/)?(pictures/\S+)\)", page)
+        for text, name in re.findall(r"!\[(.*?)\]\((?:docs/)?(pictures/\S+\.svg)\)", page)
     ]
     assert {name for _, name in shown} == {
         f"pictures/{path.name}" for path in (ROOT / "docs" / "pictures").glob("*.svg")
@@ -194,6 +194,18 @@ def test_pictures_have_an_alt_text_and_a_dark_scheme() -> None:
     for text, name in shown:
         assert len(text) > 20, name
         assert "prefers-color-scheme: dark" in (ROOT / "docs" / name).read_text(), name
+
+
+def test_pictures_of_the_console_come_in_both_schemes() -> None:
+    shown = re.findall(
+        r"!\[(.*?)\]\(pictures/(\S+)\.png#only-(light|dark)\)", (ROOT / "docs/console.md").read_text()
+    )
+    names = {path.stem: path for path in (ROOT / "docs" / "pictures").glob("*.png")}
+    assert {name for _, name, _ in shown} == names.keys()
+    for text, name, scheme in shown:
+        assert len(text) > 20, name
+        assert name.endswith(scheme)
+        assert names[name].stat().st_size < 150_000, name
 
 
 def test_docs_explain_every_member_of_a_context() -> None:

@@ -9,7 +9,7 @@ import shutil
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import pytest
 
@@ -45,6 +45,13 @@ def missing() -> str:
     return ""
 
 
+def _skip(why: str) -> NoReturn:
+    """Skip the test; with WIRECALL_BROWSER=required, fail it."""
+    if os.environ.get("WIRECALL_BROWSER") == "required":
+        pytest.fail(why)
+    pytest.skip(why)
+
+
 def program() -> str | None:
     return os.environ.get("WIRECALL_CHROMIUM") or shutil.which("chromium")
 
@@ -54,14 +61,14 @@ def chromium() -> Iterator["Browser"]:
     """Run the installed browser; skip the test if it does not start."""
     why = missing()
     if why:
-        pytest.skip(why)
+        _skip(why)
     from playwright.sync_api import Error, sync_playwright
 
     with sync_playwright() as playwright:
         try:
             found = playwright.chromium.launch(executable_path=program(), args=FLAGS)
         except Error as error:
-            pytest.skip(f"the browser does not start: {str(error)[:300]}")
+            _skip(f"the browser does not start: {str(error)[:300]}")
         try:
             yield found
         finally:

@@ -96,7 +96,7 @@ class Found(Struct, frozen=True):
 
     def method(self, name: str) -> Method | None:
         """Return the method of a record. The record of a tool has the method `tools/call:NAME`."""
-        app = self.app.app() if isinstance(self.app, Target) else self.app
+        app = self._loaded()
         if app is None:
             return None
         tool = name.removeprefix("tools/call:")
@@ -104,9 +104,14 @@ class Found(Struct, frozen=True):
             return app.registry.methods.get(name)
         return app.registry.tools.get(tool)
 
+    def _loaded(self) -> App | None:
+        if isinstance(self.app, Target):
+            return self.app.app()
+        return self.app
+
     def trail(self) -> Audit | None:
         """Return the audit trail of the server that uses the ledger, if it is known."""
-        app = parse(self.app).app() if isinstance(self.app, str) else self.app
+        app = self._loaded()
         stated = load_config().audit
         if stated is None and app is not None:
             return app.new_trail()

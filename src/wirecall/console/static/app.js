@@ -4,7 +4,7 @@ import { get } from "./api.js";
 import { follow, link, numbers } from "./feed.js";
 import { html, nothing, render } from "./lit-html.js";
 import { go, route, start as startRoute } from "./route.js";
-import { askLink, end, reason, role, start as startSession, state } from "./session.js";
+import { askLink, reason, start as startSession, state } from "./session.js";
 import { effect, signal } from "./store.js";
 import { visible } from "./text.js";
 import { copy, indented, said, toast } from "./ui.js";
@@ -238,8 +238,6 @@ function nextTheme() {
   const current = localStorage.getItem("wc-theme") ?? (isDark ? "dark" : "light");
   return current === "dark" ? "light" : "dark";
 }
-
-export { end, role };
 
 applied(localStorage.getItem("wc-theme"));
 startRoute();

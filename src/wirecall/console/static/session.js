@@ -18,7 +18,7 @@ export const role = signal(sessionStorage.getItem(ROLE) ?? "look");
 export const reason = signal("");
 
 const channel = new BroadcastChannel("wirecall-console");
-channel.onmessage = (event) => {
+channel.onmessage = (/** @type {MessageEvent} */ event) => {
   const tab = sessionStorage.getItem(TAB);
   if (event.data?.ask && tab) channel.postMessage({ tab, role: role.value });
   else if (event.data?.tab && state.value !== "in") keep(event.data.tab, event.data.role);
