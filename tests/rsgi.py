@@ -56,6 +56,7 @@ class Scope:
         authority, slash, path = rest.partition("/")
         self.authority = authority if sign else None
         self.path = slash + path if sign else target.removeprefix(scope.get("root_path") or "")
+        self.query_string = (scope.get("query_string") or b"").decode("latin-1")
         self.client = "127.0.0.1:1"
         self.server = ":".join(map(str, scope.get("server") or ("", 0)))
         self.headers = Fields(list(scope["headers"]))

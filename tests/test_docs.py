@@ -198,7 +198,8 @@ def test_pictures_have_an_alt_text_and_a_dark_scheme() -> None:
 
 def test_pictures_of_the_console_come_in_both_schemes() -> None:
     shown = re.findall(
-        r"!\[(.*?)\]\(pictures/(\S+)\.png#only-(light|dark)\)", (ROOT / "docs/console.md").read_text()
+        r"!\[(.*?)\]\(pictures/(\S+)\.png#only-(light|dark)\)",
+        (ROOT / "docs/console.md").read_text(),
     )
     names = {path.stem: path for path in (ROOT / "docs" / "pictures").glob("*.png")}
     assert {name for _, name, _ in shown} == names.keys()

@@ -5,6 +5,11 @@ from typing import Any
 from tests.console.scripted import AT, ScriptedSource, record, row
 
 BATCH = "a1b2c3-B4"
+# Every page.
+PAGES = [
+    *("/", "/calls", "/calls/a1b2c3-3", f"/batches/{BATCH}", f"/batches/{BATCH}?view=table"),
+    *("/ledger", "/ledger/RECORD", "/methods", "/methods/charge/try", "/audit", "/settings"),
+]
 
 # Method, when its work begins, the ms of its key check and of its run, and what it refers to.
 ENTRIES: list[tuple[str, float, float, float, list[int]]] = [
@@ -137,3 +142,7 @@ def shop() -> ScriptedSource:
         for number in range(1, 13)
     ]
     return source
+
+
+def first_record(source: ScriptedSource) -> str:
+    return next(iter(source.records))

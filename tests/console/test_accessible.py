@@ -7,7 +7,7 @@ import pytest
 
 from tests.console.browser import Console, Looker, until
 from tests.console.scripted import ScriptedSource
-from tests.console.test_pages import PAGES, first_record
+from tests.console.shop import PAGES, first_record
 from tests.mcp.node import installed
 
 if TYPE_CHECKING:

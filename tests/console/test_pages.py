@@ -9,14 +9,10 @@ import pytest
 
 from tests.console.browser import PATIENCE, Console, Looker, until
 from tests.console.scripted import AT, ScriptedSource, row
-from tests.console.shop import BATCH, CRITICAL, ENTRIES
+from tests.console.shop import BATCH, CRITICAL, ENTRIES, PAGES, first_record
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
-
-
-def first_record(source: ScriptedSource) -> str:
-    return next(iter(source.records))
 
 
 # --- sign-in --------------------------------------------------------------------------------------
@@ -516,12 +512,6 @@ def test_page_as_json(looker: Looker, console: Console) -> None:
     dialog.get_by_text("GET /calls.json?filter=status%3Aerror").wait_for()
     document: Any = json.loads(dialog.get_by_label("JSON").inner_text())
     assert document["filter"] == "status:error"
-
-
-PAGES = [
-    *("/", "/calls", "/calls/a1b2c3-3", f"/batches/{BATCH}", f"/batches/{BATCH}?view=table"),
-    *("/ledger", "/ledger/RECORD", "/methods", "/methods/charge/try", "/audit", "/settings"),
-]
 
 
 def test_page_fits_a_narrow_screen(
