@@ -1,4 +1,4 @@
-"""A console in a thread of its own, and an installed Chromium that looks at it.
+"""A console in a separate thread, and an installed Chromium that looks at it.
 
 A page of `Looker` fails its test if the browser reports an error, or a breach of the policy.
 """
