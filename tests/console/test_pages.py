@@ -257,7 +257,7 @@ def test_page_batch_only_failed(looker: Looker, console: Console) -> None:
     page.get_by_role("button", name="Only failed").click()
     page.wait_for_url("**?only=failed")
     until(page, "document.querySelectorAll('a.entry').length === 1")
-    page.get_by_role("link", name="✗ label").wait_for()
+    page.locator("a.entry.failed", has_text="label").wait_for()
 
 
 # --- ledger ---------------------------------------------------------------------------------------
