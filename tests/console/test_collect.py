@@ -10,7 +10,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tests.console.test_tap import call, make_app, send
+from tests.console.records import unknown
+from tests.console.shops import call, make_app, send
 from wirecall import App
 from wirecall.console.collect import SENT, Collector
 from wirecall.console.metrics import LABELS, METRICS, MetricsListener, render
@@ -172,8 +173,6 @@ async def test_collector_attempt_asks_for_the_name_and_keeps_the_text(
 
 
 async def test_collector_resolves_an_unknown_record(server: Server, collector: Collector) -> None:
-    from tests.console.test_resolve import unknown
-
     ledger = await server.apps[0].ledger()
     id = RecordId("", "charge", "order-4711")
     record = await unknown(ledger, id)

@@ -8,24 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.ledger import claim_of
+from tests.console.records import ID, unknown
 from tests.servers import Store
 from wirecall import App
 from wirecall.audit import Audit, AuditEntry, verify
 from wirecall.console.resolve import Resolution, settle
 from wirecall.console.source import Refusal
 from wirecall.ledger.base import Ledger, Outcome, Record, RecordId, State
-
-ID = RecordId("", "charge", "order-4711")
-
-
-async def unknown(ledger: Ledger, id: RecordId = ID, nonce: bytes = b"n" * 16) -> Record:
-    claim = msgspec.structs.replace(claim_of(), id=id, nonce=nonce)
-    record = await ledger.claim(claim)
-    assert await ledger.abandon(record.token)
-    found = await ledger.get(id)
-    assert found is not None and found.state is State.UNKNOWN
-    return found
 
 
 def resolution(record: Record, **changes: Any) -> Resolution:

@@ -1,45 +1,18 @@
 """The tap: one row per call of every kind, with its phases, its batch and its references."""
 
-import asyncio
 import gc
 import json
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
 
+from tests.console.shops import call, make_app, send
 from wirecall import App
 from wirecall.console.ring import SIZE, Ring, Totals, quantile
 from wirecall.console.rows import Seen, critical_path, phases_of, seen_of
-from wirecall.console.tap import BODIES, LONGEST_BODY, Capture, Tap
-from wirecall.protocol.secrets import Secret
+from wirecall.console.tap import BODIES, LONGEST_BODY, Tap
 from wirecall.server.call import Mark
-
-
-def make_app(capture: Capture = "facts", **options: Any) -> tuple[App, Tap]:
-    app = App("shop", references=True, **options)
-    tap = Tap(capture)
-    app.configure(tap=tap)
-
-    @app.query
-    def price(sku: str) -> int:
-        return len(sku)
-
-    @app.query
-    async def look(sku: str) -> int:
-        await asyncio.sleep(0)
-        return len(sku)
-
-    @app.query
-    def fail(sku: str) -> int:
-        raise ValueError(sku)
-
-    @app.command
-    async def charge(cents: int, card: Annotated[str, Secret] = "") -> dict[str, int]:
-        await asyncio.sleep(0)
-        return {"paid": cents}
-
-    return app, tap
 
 
 @pytest.fixture
@@ -47,18 +20,6 @@ async def shop() -> AsyncIterator[tuple[App, Tap]]:
     app, tap = make_app()
     async with app:
         yield app, tap
-
-
-def call(id: object, method: str, /, **params: Any) -> dict[str, Any]:
-    return {"jsonrpc": "2.0", "id": id, "method": method, "params": params}
-
-
-async def send(app: App, *calls: dict[str, Any]) -> Any:
-    message: object = list(calls)
-    if len(calls) == 1:
-        message = calls[0]
-    reply = await app.handle(json.dumps(message).encode())
-    return None if reply is None else json.loads(reply)
 
 
 def rows_of(tap: Tap) -> list[dict[str, Any]]:

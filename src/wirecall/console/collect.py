@@ -734,7 +734,7 @@ class Collector:
         self._wake.set()
         loop = asyncio.get_running_loop()
         spoke = loop.time()
-        told = 0.0
+        counted_at = 0.0
         try:
             while not self._is_stopping:
                 news = self._news
@@ -743,8 +743,8 @@ class Collector:
                 if event is not None:
                     spoke = now
                     yield event
-                if now - told >= CALM:
-                    told = now
+                if now - counted_at >= CALM:
+                    counted_at = now
                     spoke = now
                     live = self._live(self.methods_total())
                     yield FeedEvent("numbers", {**live, "unknown": self._unknown})
