@@ -227,7 +227,7 @@ def test_companion_ends_with_a_server_that_is_killed(folder: Path) -> None:
     _, alive = psutil.wait_procs(children, timeout=PATIENCE)
     assert not alive
     server.close()
-    # The folder of the killed server is forgotten by the next one who looks.
+    # The folder of the killed server is removed by the next look.
     assert wirecall("watch", env={"TMPDIR": str(own)}).returncode == Exit.UNREACHABLE
     assert not list(own.glob("wirecall-watch-*/*"))
 

@@ -35,7 +35,7 @@ async def refused(ledger: Ledger, stated: Resolution, **more: Any) -> Refusal:
     return raised.value
 
 
-async def test_resolve_keeps_who_did_it_and_writes_a_line(ledger: Ledger, tmp_path: Path) -> None:
+async def test_resolve_keeps_the_operator_and_writes_a_line(ledger: Ledger, tmp_path: Path) -> None:
     record = await unknown(ledger)
     trail = Audit(str(tmp_path / "audit.jsonl"))
     note = trail.append

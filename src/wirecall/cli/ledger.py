@@ -566,7 +566,7 @@ def resolve_record(
         state=record.standing.value,
         verdict=verdict,
         reason=reason,
-        # Whoever uses the command line has typed the whole key.
+        # A user of the command line has typed the whole key.
         tail=id.key[-TAIL:],
         result=result or "null",
     )

@@ -451,13 +451,9 @@ def dev_command(
         words += ["--ledger", ledger]
     if batch_tool:
         words += ["--batch-tool", batch_tool]
-    # A restarted server knows the people who have signed in to its console.
+    # A restarted server knows the sessions of its console.
     kept = tempfile.TemporaryDirectory(prefix="wirecall-dev-")
-    if console and not IS_PORTABLE:
-        words += ["--console", "--capture", "bodies"]
-        words += ["--console-sessions", os.path.join(kept.name, "sessions")]
-        if console_port is not None:
-            words += ["--console-port", str(console_port)]
+    words += _console_words(console, console_port, kept.name)
     folder = _watched(target)
     child: subprocess.Popen[bytes] | None = None
     is_stopping = False
@@ -526,6 +522,17 @@ def _watched(target: Target) -> str:
     if target.is_module:
         return str(Path.cwd())
     return str(Path(target.text).resolve().parent)
+
+
+def _console_words(console: bool, port: int | None, folder: str) -> list[str]:
+    """Return the options of the server that serve its console."""
+    if not console or IS_PORTABLE:
+        return []
+    words = ["--console", "--capture", "bodies"]
+    words += ["--console-sessions", os.path.join(folder, "sessions")]
+    if port is not None:
+        words += ["--console-port", str(port)]
+    return words
 
 
 def _python_files(folder: str) -> Iterator[tuple[str, int]]:

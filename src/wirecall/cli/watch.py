@@ -31,7 +31,7 @@ COLUMNS = ("TIME", "", "METHOD", "KIND", "OUTCOME", "MS", "CALLER", "KEY", "BATC
 WIDTHS = (12, 1, 24, 7, 14, 9, 10, 16, 12)
 # A word such as `method:x`, unlike http://... and app.py:name.
 _TERM = re.compile(r"-?[A-Za-z_]+:(?!//)")
-# Signs beside the words, for people who look.
+# Signs beside the words.
 _SIGNS = {"ok": "✓", "error": "✗", "cancelled": "✗", "input required": "⧗", "undelivered": "!"}
 
 

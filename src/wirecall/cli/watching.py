@@ -43,7 +43,7 @@ class Watching(Struct, frozen=True):
         if not self.console and self.metrics is None:
             yield
             return
-        # Late: a server that nobody watches does not load it.
+        # Late: a server that is not watched does not load it.
         from wirecall.console.process import Companion, Settings, served_now
         from wirecall.console.source import ListenerSettings
 

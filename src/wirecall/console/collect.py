@@ -1,6 +1,6 @@
 """The data of all workers of a server, in one place: what the console's process reads and merges.
 
-It asks each worker once a second, and 20 times a second while somebody watches. Rows get a number
+It asks each worker once a second, and 20 times a second while there are watchers. Rows get a number
 here, in the order in which they came; a gap in these numbers means that rows were lost. A worker
 that has ended keeps its rows, which are marked as gone.
 """
@@ -38,7 +38,7 @@ from wirecall.ledger.base import RecordId
 from wirecall.logs import host
 from wirecall.protocol.messages import Json, JsonObject
 
-# Seconds between two questions to the workers: while nobody watches, and while somebody does.
+# Seconds between two questions to the workers: without watchers, and with some.
 CALM = 1.0
 LIVE = 0.05
 # Seconds without an event after which a feed sends a sign of life.
@@ -767,7 +767,7 @@ class Collector:
     def _place_of(self, after: str | None) -> tuple[int, int]:
         """Return the number after which a feed continues, and how many rows it has lost.
 
-        -1: nobody knows.
+        -1: it is not known.
         """
         if after is None:
             return self._last, 0

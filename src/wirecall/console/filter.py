@@ -84,7 +84,7 @@ class Filter(Struct, frozen=True):
 
 
 def read_filter(text: str) -> Filter:
-    """Return the filter of a text; the empty one fits every row."""
+    """Return the filter that a string describes; the empty one fits every row."""
     if len(text) > MAX_LENGTH:
         raise FilterError(
             MAX_LENGTH,

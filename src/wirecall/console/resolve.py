@@ -7,8 +7,8 @@
    the same step in which it changes the record. If another person or the late outcome was faster,
    nothing is overwritten.
 4. A result must fit the type that the method returns.
-5. The audit trail gets one line: who, when, from which state to which, and why. The record keeps
-   who stated its outcome, and replays of a tool say so in `_meta`.
+5. The audit trail gets one line: the person, the time, both states and the reason. The record
+   keeps the name of the person, and replays of a tool say so in `_meta`.
 """
 
 import os
@@ -61,7 +61,7 @@ def check_reason(reason: str) -> str:
     raise _refused(
         "reason",
         f"A reason must have {SHORTEST_REASON} to {LONGEST_REASON} characters, got {len(reason)}.",
-        "say how you found out, for whoever reads the audit trail",
+        "say how you found out, for the readers of the audit trail",
     )
 
 

@@ -140,7 +140,7 @@ class MethodTotals(Struct):
     buckets: list[int] = msgspec.field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
 
 
-# Methods that have numbers of their own. Callers choose the names of unknown methods, which
+# Methods that have separate numbers. Callers choose the names of unknown methods, which
 # therefore share one entry.
 MAX_METHODS = 500
 OTHER = "(other)"

@@ -1,7 +1,7 @@
 """What the console, `wirecall watch` and `/metrics` read: one object for every page.
 
 A page is one method of `Source`, and its answer is ready to be written as JSON. The classes here
-have no code of their own, so that the listener of the console depends on nothing else.
+have no behaviour, so that the listener of the console depends on nothing else.
 """
 
 from collections.abc import AsyncIterator

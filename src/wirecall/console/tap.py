@@ -72,7 +72,7 @@ class Body(Struct, frozen=True, gc=False):
 class Tap:
     """Watches the calls of an app in one process, or in each of its workers after a fork.
 
-    `folder` is where each process answers the questions of a console; None: nobody asks.
+    `folder` is where each process answers the questions of a console; None: there is no console.
     """
 
     def __init__(self, capture: Capture = "facts", folder: str | None = None) -> None:

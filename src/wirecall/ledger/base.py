@@ -181,7 +181,7 @@ class Outcome(Struct, frozen=True, gc=False):
 
     @property
     def resolved_by(self) -> str | None:
-        """Who stated the outcome, if the command itself did not."""
+        """The operator that stated the outcome; None if the command did."""
         if len(self.digest) <= DIGEST:
             return None
         return self.digest[DIGEST:].decode(errors="replace")

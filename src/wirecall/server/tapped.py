@@ -8,7 +8,7 @@ row per call, when the call has ended:
 `ended` is a reading of `clock`. `code` is None for a call that succeeded. `more` is None for a
 plain query that did not wait.
 
-A batch of plain queries takes less than a microsecond for each, and a row of its own for each would
+A batch of plain queries takes less than a microsecond for each, and a separate row for each would
 add half of that. So the dispatcher hands over the batch as it was read, and its entries share the
 time of their batch. If that is longer than `QUICK` for each entry, the entries of
 the next batches are measured one by one, until a batch is quick again. The first batch of a process
