@@ -1,4 +1,4 @@
-"""Environments of their own for programs of other projects, whose versions do not fit beside ours.
+"""Separate environments for programs of other projects, whose versions do not fit beside ours.
 
 They are in `.venv-frameworks`, which git ignores and `make clean` removes.
 """

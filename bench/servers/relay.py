@@ -39,7 +39,7 @@ shop = App("shop", version="1.0", mode="production", ledger="memory:")
 shop.query(price)
 shop.command(key="off", destructive=False)(buy)
 
-# Our own server with a ledger: what a record adds to a command of its own.
+# Our own server with a ledger: what a record adds to its own command.
 recorded = App(
     "shop",
     version="1.0",

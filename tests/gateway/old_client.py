@@ -1,4 +1,4 @@
-"""The official client for Python, 1.x or 2.x, in an environment of its own.
+"""The official client for Python, 1.x or 2.x, in a separate environment.
 
     python old_client.py '{"url": "http://...", "calls": [...]}'
     python old_client.py '{"command": [...], "calls": [...]}'

@@ -237,7 +237,7 @@ class Gateway(App):
             del self._wishes[next(iter(self._wishes))]
 
     def _unit(self, upstream: Upstream, caller: str, session: Session) -> str:
-        """Return who shares a conversation.
+        """Return the name of the clients that share a conversation.
 
         A server over HTTP may speak both eras. Then each era has a conversation, and nothing is
         translated. A child is one process, so it has one conversation.
@@ -328,18 +328,18 @@ class Gateway(App):
             level = level_of(message)
         elif not unit.startswith(OWN):
             return  # no client has asked for it
-        wants = partial(self._hears, upstream, unit, level)
+        wants = partial(self._wants, upstream, unit, level)
         line = request(None, str(message.method), message.params)
-        told: set[int] = set()
+        served: set[int] = set()
         for outbox, (session, _) in conversation.hearers.items():
-            if id(session) not in told and wants(session):
-                told.add(id(session))
+            if id(session) not in served and wants(session):
+                served.add(id(session))
                 outbox.put(line)
         for front in fronts:
-            front.hub.tell(line, lambda session: id(session) not in told and wants(session))
+            front.hub.tell(line, lambda session: id(session) not in served and wants(session))
 
-    def _hears(self, upstream: Upstream, unit: str, level: str | None, session: Session) -> bool:
-        """Return whether a session gets what a conversation tells."""
+    def _wants(self, upstream: Upstream, unit: str, level: str | None, session: Session) -> bool:
+        """Return whether a session gets a message of a conversation."""
         if level is not None and not wants_level(session, level):
             return False
         return self._unit(upstream, session.caller or ANONYMOUS, session) == unit

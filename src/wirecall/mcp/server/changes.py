@@ -130,12 +130,12 @@ class Hub:
 
     def tell(self, message: bytes, wants: "Callable[[Session], bool]") -> int:
         """Send a message to the sessions that want it, in this loop; return their number."""
-        told = 0
+        count = 0
         for listener in tuple(self._listeners):
             if listener.session is not None and wants(listener.session):
                 listener.tell(message)
-                told += 1
-        return told
+                count += 1
+        return count
 
     def notify_here(self, kind: str, uri: str | None) -> None:
         if kind == "task" and uri is not None and self.on_task is not None:
