@@ -1,4 +1,4 @@
-"""One browser for all tests of a process, and a console for each test."""
+"""One browser for the tests of a module, and a console for each test."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 
-@pytest.fixture(scope="session")
+# Playwright runs an event loop until its browser ends, and other modules have loops too.
+@pytest.fixture(scope="module")
 def browser() -> Iterator["Browser"]:
     with chromium() as found:
         yield found

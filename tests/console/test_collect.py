@@ -37,7 +37,9 @@ class Server:
         self.trail = folder / "audit.jsonl"
 
     async def add(self) -> App:
-        app, tap = make_app("bodies", audit=f"file:{self.trail}")
+        app, tap = make_app(
+            "bodies", audit=f"file:{self.trail}", ledger=f"sqlite:{self.folder / 'ledger.db'}"
+        )
         tap._folder = str(self.folder)
         await app.__aenter__()
         self.apps.append(app)
@@ -311,10 +313,10 @@ def parsed(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
 
 
 async def test_metrics_are_summed_over_workers(server: Server, collector: Collector) -> None:
-    for app in server.apps:
+    for app, key in zip(server.apps, ("first", "second"), strict=True):
         await send(app, call(1, "price", sku="abc"))
-        await send(app, call(2, "charge", cents=1, idempotency_key="k"))
-        await send(app, call(2, "charge", cents=1, idempotency_key="k"))
+        await send(app, call(2, "charge", cents=1, idempotency_key=key))
+        await send(app, call(2, "charge", cents=1, idempotency_key=key))
         await send(app, call(3, 'no"such\n'))
     text = await render(collector)
     found = parsed(text)
