@@ -200,7 +200,7 @@ class HttpDoor:
 
 
 def _lives(pid: int) -> bool:
-    """Return whether a process runs. One that has ended, and that nobody has asked for, does not."""
+    """Return whether a process runs. A zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -61,7 +61,7 @@ async def post(
 
 
 async def test_gateway_speaks_its_own_era_to_each_client_of_a_web_server(web: Bench) -> None:
-    """G12: a server that has both eras is not translated, whoever came first."""
+    """G12: a server that has both eras is not translated, in either order of its clients."""
     async with web.client("/mcp/shop", revision="2025-11-25") as old:
         assert (await old.call_tool("stock", {"region": "eu"})).content[0].text == "eu"
         status, answer = await post(web, "tools/list", {})
@@ -85,7 +85,7 @@ async def test_gateway_gives_the_error_of_a_server_its_status(web: Bench) -> Non
 async def test_gateway_repeats_marked_arguments(
     web: Bench, header: dict[str, str], status: int
 ) -> None:
-    """G10: headers are made anew from the body, and those of a client must agree with its body."""
+    """G10: headers are made from the body, and those of a client must agree with its body."""
     await post(web, "tools/list", {})
     params = {"name": "stock", "arguments": {"region": "eu"}}
     found, answer = await post(web, "tools/call", params, Mcp_Name="stock", **header)
