@@ -45,7 +45,10 @@ def port(tmp_path: Path, postgres_server: Postgres) -> Iterator[int]:
     ) as server:
         assert server.stderr is not None
         try:
-            yield int(re.findall(rb":(\d+)", server.stderr.readline())[0])
+            # A worker may warn about the settings of its ledger first.
+            lines = iter(server.stderr.readline, b"")
+            found = next(filter(None, (re.search(rb"127\.0\.0\.1:(\d+)", line) for line in lines)))
+            yield int(found[1])
         finally:
             server.send_signal(signal.SIGTERM)
             server.stderr.read()

@@ -399,7 +399,7 @@ async def test_file_of_an_older_version_is_migrated(
     monkeypatch.setattr(sqlite_file, "SCHEMA", sqlite_file.SCHEMA[:1])
     older = SqliteLedger(path)
     with pytest.raises(
-        LedgerDown, match=r"version 5, and this wirecall knows version 1(.|\n)*a newer wirecall"
+        LedgerDown, match=r"version 6, and this wirecall knows version 1(.|\n)*a newer wirecall"
     ):
         await older.open()
     await older.aclose()
