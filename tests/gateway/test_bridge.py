@@ -14,7 +14,7 @@ import pytest
 from tests.client.conftest import nothing_is_left as nothing_is_left
 from tests.client.peers import served, until
 from tests.gateway.bench import BOTH, Bench, newest
-from tests.gateway.fronts import effects, introduction, message_of
+from tests.gateway.fronts import effects, enveloped, introduction, message_of
 from wirecall import App, Context
 from wirecall.errors import RpcError
 from wirecall.gateway import UpstreamSettings
@@ -113,6 +113,21 @@ async def test_lost_call_that_became_a_task_is_the_same_task(tmp_path: Path) -> 
         await until(lambda: behind.runs == 1)
         behind.go.set()
         assert (await again).text == "dawn.mp4" and behind.runs == 1
+
+
+async def test_task_request_of_a_client_without_tasks_is_refused(tmp_path: Path) -> None:
+    """SEP-2663: -32021, whatever the id is."""
+    async with studio(tmp_path) as (bench, _):
+        for method in ("tasks/get", "tasks/update", "tasks/cancel"):
+            headers = {"MCP-Protocol-Version": NEW, "Mcp-Method": method, "Mcp-Name": "x"}
+            message = message_of(method, enveloped({"taskId": "x", "inputResponses": {}}), 1)
+            async with (
+                aiohttp.ClientSession() as http,
+                http.post(
+                    f"{bench.url}/mcp/studio", data=message, headers={**BOTH, **headers}
+                ) as answer,
+            ):
+                assert (answer.status, (await answer.json())["error"]["code"]) == (400, -32021)
 
 
 async def test_task_of_one_upstream_is_refused_at_another(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ from wirecall.gateway.wire import (
 from wirecall.logs import logger
 from wirecall.mcp.revisions import REVISIONS, STATELESS, Revision
 from wirecall.mcp.server.messages import Answers, ClientAnswer, Id
-from wirecall.mcp.server.peer import Session
+from wirecall.mcp.server.peer import Session, undeclared
 from wirecall.mcp.server.sessions import Sealer
 from wirecall.mcp.types import (
     KEY_META,
@@ -351,6 +351,8 @@ class Relay:
     async def _about_task(self, flying: Flying, sealer: Sealer) -> bytes:
         """Return the result of a request about a task, which is known here by a sealed id."""
         forward = flying.forward
+        if forward.awaits_tasks:
+            raise undeclared(TASKS)
         stated = members_of(forward.params).get("taskId")
         task = tasks.named(sealer, forward.caller, forward.params)
         if task.label != self.upstream.origin.label:

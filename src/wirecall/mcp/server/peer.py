@@ -720,6 +720,12 @@ class Peer(Struct, eq=False):
         return Question(self, key or f"input-{self._count}", method, params, decode)
 
 
+def undeclared(extension: str) -> NotCapable:
+    """Return the refusal of a request that needs an extension of its client (SEP-2133)."""
+    needed: JsonObject = {"extensions": {extension: {}}}
+    return NotCapable(f"the client has not declared {extension}", requiredCapabilities=needed)
+
+
 def check_capability(session: Session, method: str, params: JsonObject) -> None:
     """Raise `NotCapable` unless the client has declared everything that a question needs of it."""
     # A server must not ask for what its client has not declared (2026-07-28, basic/patterns/mrtr,

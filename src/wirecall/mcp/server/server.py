@@ -38,7 +38,6 @@ from wirecall.errors import (
     InvalidParams,
     InvalidRequest,
     MethodNotFound,
-    NotCapable,
     RpcError,
     UnknownVersion,
 )
@@ -59,6 +58,7 @@ from wirecall.mcp.server.peer import (
     Questions,
     Session,
     named_client,
+    undeclared,
 )
 from wirecall.mcp.server.sessions import Sealer
 from wirecall.mcp.server.task_run import TaskRunner
@@ -394,10 +394,7 @@ class Server:
         assert isinstance(id, (int, str))  # `messages.read` has checked it
         method = self._find(name, revision)
         if method.extension is not None and method.extension not in session.extensions:
-            needed: JsonObject = {"extensions": {method.extension: {}}}
-            raise NotCapable(
-                f"the client has not declared {method.extension}", requiredCapabilities=needed
-            )
+            raise undeclared(method.extension)
         # Step 2: its params, and the client it came from.
         if type(params) is not method.params:
             params = _decoded(message, method.decode)
