@@ -36,6 +36,8 @@ FLAGS = [
 
 def missing() -> str:
     """Return why there is no browser; "" if there is one."""
+    if os.environ.get("WIRECALL_BROWSER") == "off":
+        return "WIRECALL_BROWSER=off"
     try:
         import playwright.sync_api  # noqa: F401
     except ImportError:
