@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-import re
 import os
+import re
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
