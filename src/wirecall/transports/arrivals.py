@@ -57,7 +57,7 @@ class _Handed(Struct, eq=False):
     acknowledged_at: float | None = None
 
 
-class Arrival:
+class WatchedAnswer:
     """The answer to one request, from the start of its command until its arrival is known."""
 
     def __init__(
@@ -268,9 +268,9 @@ class Arrivals:
     def __init__(self) -> None:
         self._sockets = Sockets()
         # All watched answers, by the descriptor of the duplicate.
-        self._watched: dict[int, Arrival] = {}
+        self._watched: dict[int, WatchedAnswer] = {}
         # Those that the server has taken, by the address of the client.
-        self.handed: dict[Address, Arrival] = {}
+        self.handed: dict[Address, WatchedAnswer] = {}
         # The bytes that the server adds to the head of a stream; 0 as long as that is unknown.
         self.added = 0
         # Reports ended connections; it exists while any are watched.
@@ -286,7 +286,7 @@ class Arrivals:
 
     def attend(
         self, client: Address, receipt: Receipt, *, is_forwarded: bool = False
-    ) -> Arrival | None:
+    ) -> WatchedAnswer | None:
         """Watch a request's connection.
 
         Return None if its socket is not found, or the kernel reports too little. A server closes
@@ -305,14 +305,14 @@ class Arrivals:
         if now is None:
             connection.close()
             return None
-        arrival = Arrival(self, client, connection, file, now, receipt)
+        arrival = WatchedAnswer(self, client, connection, file, now, receipt)
         self._register(connection)
         self._watched[connection.fileno()] = arrival
         receipt.look = arrival.ask
         arrival.look()
         return arrival
 
-    def hand_over(self, arrival: Arrival, *, is_stream: bool, patience: float) -> None:
+    def hand_over(self, arrival: WatchedAnswer, *, is_stream: bool, patience: float) -> None:
         """Begin to wait for an answer that the server has taken."""
         earlier = self.handed.get(arrival.client)
         if earlier is not None and earlier is not arrival:
@@ -326,11 +326,11 @@ class Arrivals:
         if arrival is not None:
             arrival.note_request()
 
-    def has(self, arrival: Arrival) -> bool:
+    def has(self, arrival: WatchedAnswer) -> bool:
         """Return whether it is still watched."""
         return self._watched.get(arrival.socket.fileno()) is arrival
 
-    def forget(self, arrival: Arrival) -> None:
+    def forget(self, arrival: WatchedAnswer) -> None:
         """Stop watching an answer."""
         file = arrival.socket.fileno()
         if self._watched.get(file) is not arrival:

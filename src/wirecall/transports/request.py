@@ -23,7 +23,7 @@ from wirecall.protocol import receipt
 from wirecall.protocol.messages import Id
 from wirecall.protocol.receipt import Receipt
 from wirecall.protocol.sender import ANONYMOUS, Sender
-from wirecall.transports.arrivals import Arrival
+from wirecall.transports.arrivals import WatchedAnswer
 from wirecall.transports.headers import SECRET, Headers
 from wirecall.transports.tcp import Address
 
@@ -149,7 +149,7 @@ class HttpRequest(ABC):
     # The bytes of the stream since the loop last had a turn.
     _unbroken = 0
     # Watches the answer, if a call needs it and the system reports it.
-    _arrival: Arrival | None = None
+    _arrival: WatchedAnswer | None = None
     # Whether the answer has a length, and so is not chunked.
     _has_length = False
 

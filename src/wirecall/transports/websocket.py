@@ -33,7 +33,7 @@ from wirecall.protocol import messages as frames
 from wirecall.protocol.messages import Invalid
 from wirecall.protocol.receipt import Receipt
 from wirecall.protocol.sender import Sender
-from wirecall.transports.arrivals import Arrival
+from wirecall.transports.arrivals import WatchedAnswer
 from wirecall.transports.request import HttpError, HttpRequest
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class WebSocket(HttpRequest):
     def limits(self) -> Limits:
         return self._server.limits
 
-    def watched(self, receipt: Receipt) -> Arrival | None:
+    def watched(self, receipt: Receipt) -> WatchedAnswer | None:
         """Watch the connection for the answer to one message, if the system reports arrivals."""
         client = self.address()
         if client is None:
@@ -143,7 +143,7 @@ class _Answer:
 
     def __init__(self, session: "_Session") -> None:
         self.session = session
-        self.arrival: Arrival | None = None
+        self.arrival: WatchedAnswer | None = None
         self.receipt = Receipt(self._watch, session=session)
 
     def _watch(self) -> None:
@@ -172,7 +172,7 @@ class _Session:
     def __init__(self, socket: WebSocket, handle: "Handle") -> None:
         self.socket = socket
         # The answers that the server has, and that may not have arrived.
-        self.handed: set[Arrival] = set()
+        self.handed: set[WatchedAnswer] = set()
         self._handle = handle
         self._loop = asyncio.get_running_loop()
         # Half of the calls that may be in flight: batches count for many.
