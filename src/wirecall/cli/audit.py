@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from wirecall.audit import Report, is_missing, kept_files, verify_lines
-from wirecall.cli.failures import CliError, Exit
+from wirecall.cli.failures import CliError, Exit, not_named
 from wirecall.cli.targets import moment
 from wirecall.cli.terminal import Advance, Printer, count_of, json_option, print_json, progress
 from wirecall.config import load_config
@@ -251,8 +251,7 @@ def _trail(file: str | None) -> Path:
     if file is None:
         file = load_config().get("audit.file")
         if file is None:
-            why = "neither the command line nor wirecall.toml names one"
-            raise CliError("Which audit trail?", why, "wirecall audit ... audit.jsonl")
+            raise not_named("Which audit trail?", "wirecall audit ... audit.jsonl")
     path = Path(file.removeprefix("file:").partition("?")[0])
     if path.is_dir():
         raise CliError(

@@ -99,6 +99,11 @@ class CliError(click.ClickException):
         return {name: text for name, text in (("why", self.why), ("next", self.next)) if text}
 
 
+def not_named(question: str, fix: str) -> CliError:
+    """Return the error for a verb that needs something that the user has not named."""
+    return CliError(question, "neither the command line nor wirecall.toml names one", fix)
+
+
 class Interrupted(CliError):
     """The user pressed Ctrl-C, or said no."""
 

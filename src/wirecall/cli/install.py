@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import click
 
 from wirecall.cli.client_files import CLIENTS, EntryFile, plain
-from wirecall.cli.failures import CliError, Interrupted
+from wirecall.cli.failures import CliError, Interrupted, not_named
 from wirecall.cli.targets import Target, TargetCommand, configured, optional_target_argument
 from wirecall.cli.terminal import Printer, ask, json_option
 from wirecall.cli.wrapping import Wrapping
@@ -106,8 +106,7 @@ def install_command(
         fix = "name a file, an address, or -- a command"
         if undo:
             fix = "name the server; for one that was wrapped: --wrap NAME --undo, or --wrap-all --undo"
-        reason = "neither the command line nor wirecall.toml names one"
-        raise CliError("Which server?", reason, fix)
+        raise not_named("Which server?", fix)
 
     # 2. The change.
     if only_print:

@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from wirecall.app import App
 from wirecall.audit import Audit
-from wirecall.cli.failures import CliError, Exit, Interrupted
+from wirecall.cli.failures import CliError, Exit, Interrupted, not_named
 from wirecall.cli.targets import (
     DRIVERS,
     F,
@@ -147,9 +147,7 @@ def found(text: str | None) -> Found:
         return Found(text, "the command line")
     if named is None:
         next_step = "wirecall ledger ... sqlite:ledger.db, or [ledger] url = ... in wirecall.toml"
-        raise CliError(
-            "Which ledger?", "neither the command line nor wirecall.toml names one", next_step
-        )
+        raise not_named("Which ledger?", next_step)
     app = app_of(named)
     assert app is not None  # it is a file
     stated = load_config().values["ledger.url"]

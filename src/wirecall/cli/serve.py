@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 import msgspec
 
-from wirecall.cli.failures import CliError, Exit, Unreachable, failure_of, no_such
+from wirecall.cli.failures import CliError, Exit, Unreachable, failure_of, no_such, not_named
 from wirecall.cli.targets import (
     Target,
     check_ledger,
@@ -350,9 +350,7 @@ def named(target: Target | None, config: Config) -> Target:
     target = target or configured(config)
     if target is None:
         next_step = "name its file: app.py; or write [server] app = ... into wirecall.toml"
-        raise CliError(
-            "Which app?", "neither the command line nor wirecall.toml names one", next_step
-        )
+        raise not_named("Which app?", next_step)
     return target
 
 
