@@ -113,8 +113,8 @@ def needless_reasons(source: str) -> list[str]:
         node.name
         for node in ast.walk(ast.parse(source))
         if isinstance(node, Function)
-        and complexity(node) <= MOST_BRANCHES
         and has_reason(node, lines)
+        and complexity(node) <= MOST_BRANCHES
     ]
 
 
