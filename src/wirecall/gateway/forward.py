@@ -94,10 +94,12 @@ class Forward(Struct, eq=False):
         """
         params = self.params
         while True:
-            async with asyncio.timeout(timeout):
-                result = await self.session.ask(
-                    self.method, params, report=self.report, on_sent=self.note
-                )
+            asking = self.session.ask(self.method, params, report=self.report, on_sent=self.note)
+            if timeout is None:
+                result = await asking
+            else:
+                async with asyncio.timeout(timeout):
+                    result = await asking
             if self.bridge is not None and asks(result):
                 assert self.slot is not None
                 async with self.slot.aside():

@@ -202,14 +202,15 @@ class Front(Server):
     ) -> bytes | None:
         """Pass a request on to an upstream; return the answer."""
         gateway = self.gateway
+        is_owned = gateway.is_owned(upstream, session)
         conversation = await gateway.borrow(upstream, sender.caller, session)
-        if session.level is not None and not gateway.is_owned(upstream, session):
+        if session.level is not None and not is_owned:
             await gateway.want_level(upstream, sender.caller, session, session.level)
         if len(self._flying) >= MOST_SESSIONS:
             del self._flying[next(iter(self._flying))]
         place = _key_of(session)
         requests = self._flying.setdefault(place, {})
-        if gateway.is_owned(upstream, session):
+        if is_owned:
             conversation.on_request = partial(self._asked, conversation, session)
         relay = Relay(
             conversation,

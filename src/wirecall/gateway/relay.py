@@ -17,6 +17,7 @@ A client cancels on every timeout, and a command that has begun finishes anyway.
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -296,7 +297,8 @@ class Relay:
         finally:
             if self._flying.get(id) is flying:
                 del self._flying[id]
-            self.outbox.drop(("progress", id))
+            if forward.report is not None:
+                self.outbox.drop(("progress", id))
 
     def _resume(self, forward: Forward, client: Revision | None) -> None:
         """Take the state of a further round: the server gets its own, and the record its key."""
@@ -330,17 +332,18 @@ class Relay:
         if method in tasks.METHODS and self._sealer is not None and self.revision in STATELESS:
             return await self._about_task(flying, self._sealer)
 
-        async def ask() -> Raw:
-            if method == "initialize":
-                async with asyncio.timeout(START_TIME):
-                    return await self.session.initialize(params)
-            return await flying.forward.send()
-
+        ask = flying.forward.send
+        if method == "initialize":
+            ask = partial(self._initialize, params)
         result = await self._again(flying, ask, repeats=method in _READS)
         if method == "tools/list":
             self.upstream.learn(result, is_first="cursor" not in members_of(params))
         self.session.note(method, params)
         return self._read(flying.forward, result)
+
+    async def _initialize(self, params: Raw | UnsetType) -> Raw:
+        async with asyncio.timeout(START_TIME):
+            return await self.session.initialize(params)
 
     def _read(self, forward: Forward, result: Raw) -> bytes:
         """Return the result of a request that only reads, or its questions."""
@@ -429,10 +432,7 @@ class Relay:
 
     async def _query(self, id: Id, params: Called, flying: Flying, sender: Sender) -> Raw:
         """Return the result of a tool that only reads. Middleware sees the call, if there is any."""
-
-        async def ask() -> Raw:
-            return await self._again(flying, flying.forward.send, repeats=True)
-
+        ask = partial(self._again, flying, flying.forward.send, repeats=True)
         if not self._is_guarded:
             return await ask()
         queries = self.upstream.queries

@@ -24,7 +24,7 @@ from wirecall.gateway import translate
 from wirecall.gateway.changes import Changes
 from wirecall.gateway.link import RelayLineLink
 from wirecall.gateway.wire import members_of, one_line, raw_of, request, with_token
-from wirecall.mcp.client.links import McpHttpLink
+from wirecall.mcp.client.links import McpLink
 from wirecall.mcp.client.negotiate import PROBE
 from wirecall.mcp.revisions import HANDSHAKE, REVISIONS, STATELESS, Revision
 from wirecall.mcp.types import LEVELS
@@ -110,8 +110,7 @@ class UpstreamSession:
 
     def __init__(self, upstream: "Upstream") -> None:
         self.upstream = upstream
-        self.link = upstream.link()
-        self.link.on_message = self._receive
+        self._use(upstream.link())
         self.link.marks = upstream.marks
         # The revision that `initialize` has agreed on. None: there was no `initialize`.
         self.revision: Revision | None = None
@@ -142,6 +141,13 @@ class UpstreamSession:
         self._news = asyncio.Event()
         self._last_used = upstream.clock.time()
 
+    def _use(self, link: McpLink) -> None:
+        """Send and receive over this link."""
+        self.link = link
+        # The same link, if it is a pipe.
+        self._line = link if isinstance(link, RelayLineLink) else None
+        link.on_message = self._receive
+
     async def aclose(self) -> None:
         """End the conversation, and with it the child."""
         if self._changes is not None:
@@ -152,11 +158,14 @@ class UpstreamSession:
 
     async def ready(self) -> None:
         """Make the link, and greet the server if it was greeted before."""
-        if isinstance(self.link, RelayLineLink) and self.link.is_ready:
-            return
-        if isinstance(self.link, McpHttpLink) and not self._has_pool:
+        if self._line is not None:
+            if self._line.is_ready:
+                return
+        elif not self._has_pool:
             self._has_pool = True
             await self.link.open()
+        elif self.upstream.is_up:
+            return  # a request over HTTP makes its own connection
         await self.upstream.reach(self.link)
 
     async def ask(
@@ -192,8 +201,8 @@ class UpstreamSession:
 
     def _sending(self, method: str, params: Raw | UnsetType, report: Report | None) -> Sent:
         id = next(self._ids)
-        if isinstance(self.link, RelayLineLink):
-            self.link.last_id = id
+        if self._line is not None:
+            self._line.last_id = id
         if report is not None:
             params = with_token(params, id)
         entry: AnyEntry = Entry(method, self._named(params), _nothing, _ENDLESS, id=id)
@@ -218,9 +227,9 @@ class UpstreamSession:
 
     def _named(self, params: Raw | UnsetType) -> object:
         """Return the params for the headers that repeat them. On a pipe there are none."""
-        revision = self.link.revision
-        if not isinstance(self.link, McpHttpLink) or params is UNSET:
+        if self._line is not None or params is UNSET:
             return None
+        revision = self.link.revision
         if revision is None or not revision.has("http headers repeat the body"):
             return None
         return msgspec.json.decode(params)
@@ -247,7 +256,7 @@ class UpstreamSession:
 
     async def send(self, message: bytes) -> None:
         """Send a message that has no answer. A server that has ended is not started for it."""
-        if isinstance(self.link, RelayLineLink) and not self.link.is_open:
+        if not self.link_is_there:
             return
         await self.link.send(message)
 
@@ -391,8 +400,7 @@ class UpstreamSession:
             await older.open()
         except CallFailed:
             raise refusal from None
-        older.on_message = self._receive
-        self.link = older
+        self._use(older)
         await link.aclose()
         return await self._introduce(params)
 
@@ -454,8 +462,8 @@ class UpstreamSession:
     async def stand(self, method: str, params: Raw) -> None:
         """Send a request whose answer ends a stream, and wait for that end."""
         id = next(self._ids)
-        if isinstance(self.link, RelayLineLink):
-            self.link.last_id = id
+        if self._line is not None:
+            self._line.last_id = id
         entry: AnyEntry = Entry(method, self._named(params), _nothing, _ENDLESS, id=id)
         exchange = Exchange(request(id, method, params), [entry], False)
         exchange.is_standing = True
@@ -494,7 +502,7 @@ class UpstreamSession:
     @property
     def link_is_there(self) -> bool:
         """Whether a message needs no other child."""
-        return not isinstance(self.link, RelayLineLink) or self.link.is_open
+        return self._line is None or self._line.is_open
 
     async def want_level(self, level: str) -> None:
         """Ask for log messages from this level on, unless others ask for more."""

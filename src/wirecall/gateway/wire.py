@@ -9,6 +9,8 @@ from wirecall.errors import InvalidParams
 from wirecall.protocol.messages import encode
 
 _EMPTY = Raw(b"{}")
+# Of strings and numbers. `encode` is for values that may hold JSON of others.
+_encode_scalar = msgspec.json.Encoder().encode
 _decode_members = msgspec.json.Decoder(dict[str, Raw]).decode
 _TOKEN = b'"progressToken"'
 META = "_meta"
@@ -19,7 +21,7 @@ def request(id: int | None, method: str, params: Raw | UnsetType) -> bytes:
     head = b'{"jsonrpc":"2.0",'
     if id is not None:
         head += b'"id":%d,' % id
-    head += b'"method":' + encode(method)
+    head += b'"method":' + _encode_scalar(method)
     if params is UNSET:
         return head + b"}"
     return head + b',"params":' + one_line(params) + b"}"
@@ -27,7 +29,7 @@ def request(id: int | None, method: str, params: Raw | UnsetType) -> bytes:
 
 def answer(id: int | str, result: bytes) -> bytes:
     """Return the answer to a client's request."""
-    return b'{"jsonrpc":"2.0","id":%b,"result":%b}' % (encode(id), result)
+    return b'{"jsonrpc":"2.0","id":%b,"result":%b}' % (_encode_scalar(id), result)
 
 
 def one_line(text: bytes | Raw) -> bytes:

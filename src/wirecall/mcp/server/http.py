@@ -661,7 +661,7 @@ def _is_newer(version: str | None) -> bool:
 async def _while_there(request: HttpRequest, work: Coroutine[Any, Any, T], outlet: Direct) -> T:
     """Await work that ends when its client leaves.
 
-    The connection is watched only if the work has to wait.
+    The connection is watched only if the work has to wait, and not for the first moment of that.
     """
     try:
         awaited = work.send(None)
@@ -670,7 +670,7 @@ async def _while_there(request: HttpRequest, work: Coroutine[Any, Any, T], outle
         return result
     this = asyncio.current_task()
     assert this is not None
-    request.watch(outlet.cut)
+    request.watch_soon(outlet.cut)
     outlet.on_cut = this.cancel
     try:
         return await resume(work, awaited)
