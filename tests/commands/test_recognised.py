@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.clock import LoopClock
 from tests.commands.charges import PARAMS, PRINT, Effects, NewApp, World, transactional, watch
 from tests.commands.wires import Told, Wire, Wires, authenticate
 from tests.ledger import LEASE, claim_of, outcome_of
@@ -527,6 +528,23 @@ async def test_wait_for_a_dead_holder_ends_with_its_lease(
     store.age(record.id, LEASE / 2 + 1)
     assert (await again.told()).error["code"] == 50910
     assert world.effects == []
+
+
+async def test_run_of_a_process_that_stood_still_is_not_given_up(
+    app: App, alice: Wire, world: World, store: Store, ledger: Ledger, clock: LoopClock
+) -> None:
+    """A machine that sleeps longer than a lease: the process renews its leases before it judges."""
+    app.command(name="charge")(world.held_after)
+    await lose(alice, app, world)
+    lost = await undelivered(ledger)
+    again = alice.send("charge", PARAMS)
+    store.age(lost.id, LEASE + 1)
+    clock.advance(LEASE + 1)
+    beats = await watch(app, "heartbeat")
+    assert await next_of(beats)
+    world.gate.set()
+    assert await again.told() == REPLAY
+    assert world.effects == [5]
 
 
 async def test_wait_for_a_holder_that_renews_its_lease_ends_as_declared(

@@ -343,6 +343,21 @@ async def test_wrap_calls_a_command_unknown_whose_answer_is_wrong(
     assert "result" in await client.pay(to="other")
 
 
+async def test_wrap_calls_a_command_unknown_until_that_answer_is_delivered(
+    client: Client, file: Path
+) -> None:
+    """Trap 10: the next equal call is a new one. Nothing is doubled without an "unknown" between."""
+    codes = []
+    counts = []
+    for lose in (True, True, False, False):
+        answer = await client.pay(then="die", lose=lose)
+        codes.append(answer["error"]["code"])
+        counts.append(effects(file))
+        await until(lambda: not client.front._relay.session.link_is_there)
+    assert codes == [50910] * 4
+    assert counts == [1, 1, 1, 2]
+
+
 async def test_wrap_of_a_server_that_answers_twice_keeps_its_link(
     client: Client, file: Path
 ) -> None:

@@ -32,9 +32,11 @@ The checker holds a trial to these rules:
    is killed, its answer stays pending forever. The same holds for a call on a new connection that
    is cut as soon as it is sent: a busy server may read it after its repetition, which came on an
    open connection and was answered (docs/commands.md, "The limits, and the proof").
-2. The first cut is never unseen if its handler stood still until the ledger had recorded the loss
-   (`is_watched`; the ledger shows nothing of an open transaction). Neither is one in the middle of
-   an answer, whether or not the client has received the rest.
+2. An only cut is never unseen if its handler stood still until the ledger had recorded the loss
+   (the ledger shows nothing of an open transaction). Neither is one in the middle of its answer,
+   whether or not the client has received the rest. What counts is what the cut has met, and not
+   what the trial wanted: a connection may end before the handler is reached, and a stream may begin
+   with progress, or with the answer to another entry.
 3. An answer names a run of the same sender. A name in `_meta` identifies senders; the server
    ignores it when it compares calls. Now and then another sender sends an equal call at the same
    time, and must have a separate effect.
@@ -122,13 +124,6 @@ class Trial(Struct, frozen=True, kw_only=True):
             return f"read: {self.part}"
         return f"behind: {self.behind[:3]!r}" if self.behind else "nothing behind"
 
-    @property
-    def must_be_seen(self) -> bool:
-        """Whether the server can notice the first cut, in time and for certain."""
-        return self.moment in ("writing", "reading") or (
-            self.moment != "sent" and self.is_watched and self.mode != "transactional"
-        )
-
 
 def random_trials(
     sender: Sender, stand: Stand, rng: random.Random, *, kills: float
@@ -178,6 +173,7 @@ class Story(Struct):
     place: tuple[str, str] = ("", "")  # the caller and the method of its records
     is_matched: bool = True
     cuts: int = 0
+    must_be_seen: bool = False  # the server could notice the latest cut, in time and for certain
     kills: int = 0  # that met this trial
     ended: float = 0.0
     answer: Answer | None = None
@@ -300,6 +296,7 @@ class Teller:
             story.answer = None if answer.code in AGAIN else answer
             return
         story.cuts += 1
+        story.must_be_seen = flight.is_cut_in_answer()
         if (
             trial.is_watched
             and held is not None
@@ -308,7 +305,8 @@ class Teller:
         ):
             # The ledger has no such record if it was released, or if it is in an open transaction.
             found = await stand.end_of(held.record, NOTICE)
-            if found is not None and found[1] != "undelivered" and len(stand.kills) == kills:
+            story.must_be_seen = found is not None and found[1] == "undelivered"
+            if found is not None and not story.must_be_seen and len(stand.kills) == kills:
                 story.faults.append(f"the server did not notice the loss: {found}")
 
     async def _insist(self, sender: Sender, held: Hold | None) -> Answer:
@@ -362,7 +360,7 @@ async def check(story: Story, stand: Stand, effects: list[Effect]) -> None:
     for key in keys.keys() - answered:
         found = await stand.end_of(RecordId(*story.place, key), MARK)
         is_forgotten = story.kills == 0 and any(0 <= at - story.ended < MARK for at in stand.kills)
-        if trial.must_be_seen and story.cuts == 1:
+        if story.must_be_seen and story.cuts == 1:
             story.faults.append(f"doubled: a loss was not seen, and the record is {found}")
         elif found is not None and found[1] == "written":
             story.unseen += 1

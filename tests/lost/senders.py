@@ -36,6 +36,7 @@ PARTS: tuple[Part, ...] = ("none", "first byte", "half", "all but one byte")
 PATIENCE = 90.0  # seconds after which a client without an answer is a fault
 # Seconds after which a client gives up a call whose connection was cut, unless it has noticed.
 GIVE_UP = 0.1
+FILLER = b"xxxxxxxx"  # the rest of a result that is long
 NARROW = 4096  # bytes that a client takes in advance, if a long answer will be cut in the middle
 ADDRESS = "127.0.0.1"
 # The codes of wirecall's own errors begin here. The clients have codes below for what they report
@@ -47,6 +48,10 @@ TYPESCRIPT = ("@modelcontextprotocol/sdk@1.32.2", "@modelcontextprotocol/client@
 
 class Cut(Exception):
     """The connection ended before the answer."""
+
+
+class CutInAnswer(Cut):
+    """The client ended the connection after it had received a part of the answer to its call."""
 
 
 class Order(Struct, frozen=True):
@@ -111,6 +116,12 @@ class Flight:
         if not self.task.done() or self.task.cancelled() or self.task.exception() is not None:
             return None
         return self.task.result()
+
+    def is_cut_in_answer(self) -> bool:
+        """Whether a part of the answer had arrived when the connection was cut."""
+        if not self.task.done() or self.task.cancelled():
+            return False
+        return isinstance(self.task.exception(), CutInAnswer)
 
 
 class Sender:
@@ -249,7 +260,7 @@ class Raw(Sender):
                     made.shutdown(socket.SHUT_WR)
                 if part is not None:
                     await _read_part(made, part)
-                    raise Cut
+                    raise CutInAnswer
                 seen = b""
                 while not _is_whole(seen):
                     piece = await loop.sock_recv(made, 1 << 16)
@@ -283,9 +294,9 @@ class Raw(Sender):
         try:
             async with http.post(self._url, json=message, headers=self._headers(message)) as answer:
                 if short_of is not None:
-                    await answer.content.read(short_of)
+                    seen = await _read_up_to(answer.content, short_of)
                     answer.close()
-                    raise Cut
+                    raise CutInAnswer if _is_of_answer(answer, seen) else Cut
                 body = await answer.read()
                 if answer.content_type == "text/event-stream":
                     lines = [line for line in body.split(b"\n") if line.startswith(b"data: {")]
@@ -408,6 +419,22 @@ async def _read_part(made: socket.socket, part: Part) -> None:
         if not piece:
             raise Cut
         wanted -= len(piece)
+
+
+def _is_of_answer(answer: aiohttp.ClientResponse, seen: bytes) -> bool:
+    """Whether the beginning of a body has something of the answer to a call with a long result.
+
+    A stream may begin with progress, or with the answer to another entry.
+    """
+    return answer.content_type == "application/json" or FILLER in seen
+
+
+async def _read_up_to(content: aiohttp.StreamReader, count: int) -> bytes:
+    """Read so many bytes, or all if there are fewer."""
+    seen = b""
+    while len(seen) < count and (piece := await content.read(count - len(seen))):
+        seen += piece
+    return seen
 
 
 def _is_whole(seen: bytes) -> bool:

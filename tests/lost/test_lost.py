@@ -18,6 +18,7 @@ from tests.faults import eventually
 from tests.lost.harness import (
     BATCHES,
     BEHIND,
+    LONG,
     UNKNOWN,
     WAYS,
     Run,
@@ -292,6 +293,29 @@ async def test_harness_finds_a_server_that_recognises_nothing(
         await live(stand, {"/rpc": [Trial(mode="unknown", moment="acted")]})
 
 
+@in_memory
+async def test_harness_knows_whether_a_cut_met_the_answer(
+    store: Store, tmp_path: Path, log: IO[bytes]
+) -> None:
+    """A stream begins with another entry while the handler of the call has not even continued."""
+    stand = make_stand(Plan("granian", "memory"), store, tmp_path, log)
+    async with stand.opened(), AsyncExitStack() as stack:
+        stream, single = (raw_sender(stand, way, f"raw {way}") for way in ("stream", "/rpc"))
+        for sender in (stream, single):
+            stack.push_async_callback(sender.close)
+        early = Order("unknown", "early", size=LONG)
+        held = stand.hold(early.name, "entered")
+        flight = stream.begin(early, short_of=1)
+        await asyncio.wait([flight.task], timeout=PATIENCE)
+        assert flight.task.done() and flight.answered() is None
+        assert flight.is_cut_in_answer() is False
+        held.release()
+        for name, sender in (("stream", stream), ("single", single)):
+            flight = sender.begin(Order("unknown", name, size=LONG), short_of=LONG // 2)
+            await asyncio.wait([flight.task], timeout=PATIENCE)
+            assert flight.task.done() and flight.is_cut_in_answer() is True
+
+
 class Silent(Stand):
     """A stand without a server, whose records are what a test says."""
 
@@ -305,30 +329,28 @@ MINE = [Effect("o", "me", key, run) for key, run in (("k1", "r1"), ("k2", "r2"))
 TWICE = [MINE[0], Effect("o", "me", "k1", "r9", 2)]
 OTHER = Effect("o", "other", "k3", "r3")
 SENT = Trial(mode="unknown", moment="sent")
-WATCHED = Trial(mode="unknown", moment="acted", is_watched=True)
-WRITING = Trial(mode="unknown", moment="writing")
 
 
 @pytest.mark.parametrize(
-    ("trial", "answer", "effects", "found", "fault"),
+    ("must_be_seen", "answer", "effects", "found", "fault"),
     [
-        (SENT, Answer("r1"), MINE[:1], None, ""),
-        (SENT, Answer("r2"), MINE, ("done", "written"), ""),
-        (SENT, Answer("r2"), MINE, ("done", "undelivered"), "doubled"),
-        (SENT, Answer("r2"), MINE, ("running", "pending"), "doubled"),
-        (SENT, Answer("r2"), MINE, None, "doubled"),
-        (WATCHED, Answer("r2"), MINE, ("done", "written"), "doubled"),
-        (WRITING, Answer("r2"), MINE, ("done", "written"), "doubled"),
-        (SENT, Answer("r1"), TWICE, None, "doubled"),
-        (SENT, Answer("r3"), [MINE[0], OTHER], None, "of another caller"),
-        (SENT, Answer("r4"), MINE[:1], None, "of another caller"),
-        (SENT, Answer(code=UNKNOWN), MINE[:1], None, "answered with"),
-        (SENT, Answer(code=-32603), MINE[:1], None, "answered with"),
-        (SENT, None, [], None, "not answered"),
+        (False, Answer("r1"), MINE[:1], None, ""),
+        (False, Answer("r2"), MINE, ("done", "written"), ""),
+        (False, Answer("r2"), MINE, ("done", "undelivered"), "doubled"),
+        (False, Answer("r2"), MINE, ("running", "pending"), "doubled"),
+        (False, Answer("r2"), MINE, None, "doubled"),
+        (True, Answer("r2"), MINE, ("done", "written"), "doubled"),
+        (True, Answer("r2"), MINE, ("done", "undelivered"), "doubled"),
+        (False, Answer("r1"), TWICE, None, "doubled"),
+        (False, Answer("r3"), [MINE[0], OTHER], None, "of another caller"),
+        (False, Answer("r4"), MINE[:1], None, "of another caller"),
+        (False, Answer(code=UNKNOWN), MINE[:1], None, "answered with"),
+        (False, Answer(code=-32603), MINE[:1], None, "answered with"),
+        (False, None, [], None, "not answered"),
     ],
 )
 async def test_checker_judges_stories(
-    trial: Trial,
+    must_be_seen: bool,
     answer: Answer | None,
     effects: list[Effect],
     found: Delivery,
@@ -338,7 +360,15 @@ async def test_checker_judges_stories(
 ) -> None:
     stand = Silent(Plan("uvicorn", "memory"), Store("memory", "memory:"), tmp_path, log)
     stand.found = found
-    story = Story(trial, Order("unknown", "o"), "me", "raw /rpc", cuts=1, answer=answer)
+    story = Story(
+        SENT,
+        Order("unknown", "o"),
+        "me",
+        "raw /rpc",
+        cuts=1,
+        answer=answer,
+        must_be_seen=must_be_seen,
+    )
     await check(story, stand, effects)
     assert bool(story.faults) is bool(fault)
     assert any(fault in told for told in story.faults) or not fault

@@ -6,7 +6,8 @@
 3. Only the run that made a claim takes it back, and only if it has done nothing. The evidence of an
    earlier run stays.
 4. Leases are renewed after a third of their time. One timer serves all runs, since few live that
-   long.
+   long. A process that stood still, because its machine slept, renews its leases before it lets the
+   ledger judge any: its runs are alive.
 5. Records that are due are swept about once a minute, in small batches.
 """
 
@@ -50,6 +51,7 @@ class Background:
         self._pauses: set[asyncio.Future[None]] = set()
         # When the lease of a run is due, by the loop's clock. None: it is being renewed.
         self._renewals: dict[Run, float | None] = {}
+        self._renewing: set[asyncio.Task[None]] = set()
         self._beat: asyncio.TimerHandle | None = None
         # When that timer fires, by the loop's clock.
         self._beat_at = math.inf
@@ -58,10 +60,14 @@ class Background:
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine as a background task."""
         try:
-            task = asyncio.get_running_loop().create_task(work)
+            loop = asyncio.get_running_loop()
         except RuntimeError:  # without an event loop there is no background
             work.close()
             return
+        self._keep(loop.create_task(work))
+
+    def _keep(self, task: "asyncio.Task[None]") -> None:
+        """Keep a task until it ends."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -161,6 +167,18 @@ class Background:
         """
         self._renewals.pop(run, None)
 
+    def is_behind(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Return whether a renewal is overdue: leases of this process may be over by now."""
+        return self._beat_at < loop.time()
+
+    async def catch_up(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Renew the leases that are due, and wait until they are renewed."""
+        if self._beat is not None:
+            self._beat.cancel()
+        self._renew_due(loop)
+        if self._renewing:
+            await asyncio.wait(self._renewing)
+
     def _renew_due(self, loop: asyncio.AbstractEventLoop) -> None:
         self._beat = None
         self._beat_at = math.inf
@@ -168,7 +186,10 @@ class Background:
         for run, due in list(self._renewals.items()):
             if due is not None and due <= now:
                 self._renewals[run] = None
-                self.start(self._renew(run, now))
+                renewing = loop.create_task(self._renew(run, now))
+                self._keep(renewing)
+                self._renewing.add(renewing)
+                renewing.add_done_callback(self._renewing.discard)
         later = [due for due in self._renewals.values() if due is not None]
         if later:
             self._beat_at = min(later)
@@ -199,8 +220,11 @@ class Background:
             return
 
         async def sweep() -> None:
+            loop = asyncio.get_running_loop()
             try:
                 opened = await ledger()
+                if self.is_behind(loop):
+                    await self.catch_up(loop)
                 while not self.closing and await opened.sweep(SWEEP_BATCH) == SWEEP_BATCH:
                     continue
             except (LedgerDown, UsageError) as error:

@@ -188,6 +188,8 @@ class Claims:
         patience = run.method.terms.wait
         delay = FIRST_POLL
         while True:
+            if run.loop is not None and self._background.is_behind(run.loop):
+                await self._background.catch_up(run.loop)
             try:
                 if receipt is not None and self._receipts.must_look(run.claim):
                     run.claim = await self._receipts.look(ledger, run)
@@ -217,7 +219,7 @@ class Claims:
                 if run.task is not None:
                     await run.task.found(record)
                 if record.state is not _RUNNING:
-                    return recorded(record)
+                    return recorded(record, repeats_unknown=run.method.terms.repeats_unknown)
             self._follow(run, flight, record, patience)
             pause = delay
             if patience > 0:

@@ -90,6 +90,11 @@ UNKNOWN_TO_REPETITIONS = (
     "find that out before it is sent again; equal calls get this answer for a while, "
     "and one that is meant as a new command needs an idempotency key"
 )
+# The same, if only one of them gets it.
+UNKNOWN_TO_REPETITION = (
+    "this call, or an equal one before it, may have taken effect: "
+    "find that out before it is sent again; the next equal call runs"
+)
 
 # Looked up once, since every run needs them.
 _RETURN = RunEvent.RETURN
@@ -220,10 +225,10 @@ def stored(outcome: Outcome, limit: int) -> Outcome:
     )
 
 
-def recorded(record: Record) -> Outcome:
+def recorded(record: Record, *, repeats_unknown: bool = True) -> Outcome:
     """Return the outcome that a record holds, or raise the error that says why it holds none."""
     if record.state is State.UNKNOWN:
-        raise unknown(record.id, record)
+        raise unknown(record.id, record, repeats=repeats_unknown)
     assert record.outcome is not None
     if record.outcome.payload is None:
         raise ResultNotRetained(
@@ -365,16 +370,17 @@ def in_progress() -> KeyInProgress:
     return KeyInProgress(ran="unknown", retry_after_ms=RETRY_AFTER_MS)
 
 
-def unknown(id: RecordId, record: Record | None) -> OutcomeUnknown:
+def unknown(id: RecordId, record: Record | None, *, repeats: bool = True) -> OutcomeUnknown:
     """Return the error for an unknown outcome.
 
-    The facts of the record help an operator to find the outcome out.
+    The facts of the record help an operator to find the outcome out. `repeats` says whether further
+    equal calls get the error, too.
     """
     if record is None:
         return OutcomeUnknown(ran="unknown", record=str(id))
     reason = ""
     if record.delivery is not None:
-        reason = UNKNOWN_TO_REPETITIONS
+        reason = UNKNOWN_TO_REPETITIONS if repeats else UNKNOWN_TO_REPETITION
     return OutcomeUnknown(
         reason,
         ran="unknown",

@@ -394,7 +394,11 @@ class Receipts:
             return
         receipt.state = after
         if after is _ABANDONED:  # the answer was not an outcome
-            self._mark_lost(run)
+            if run.method.terms.repeats_unknown:
+                self._mark_lost(run)
+            else:
+                self._forget(run)
+                self._mark_now(run, "written")
         elif run.has_open_record:  # the ledger has no such record yet
             self._forget(run)
         elif before is _LOST:  # an equal call that arrives now is a new one

@@ -165,6 +165,8 @@ def forwarded(upstream: Upstream, tool: str) -> Method:
         wait=upstream.origin.timeout,
         resend_after=upstream.origin.resend_after,
         max_stored_result=MOST_STORED,
+        # A server without hints has commands only, and must not stay unusable after a crash.
+        repeats_unknown=False,
     )
     method = Method(
         run,

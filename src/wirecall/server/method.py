@@ -98,6 +98,9 @@ class Terms(Struct, frozen=True, kw_only=True):
     reconcile: Callable[..., object] | None = None
     # The handler calls ctx.commit_point() itself.
     commit_point: bool = False
+    # Equal calls without a key get "unknown" for as long as `loss_window`. Else the first caller
+    # that receives it has the answer, and the next equal call is a new one.
+    repeats_unknown: bool = True
     # The ledger keeps the params, without secrets, for operators.
     record_params: bool = False
 
