@@ -50,8 +50,10 @@ from wirecall.ledger.base import (
 )
 from wirecall.ledger.postgres.bus import DEAF, DEAF_FIX, PostgresBus, is_received
 from wirecall.ledger.postgres.migration import Migration, look
+from wirecall.ledger.postgres.pace import Pace
 from wirecall.ledger.postgres.queue import (
     SQL,
+    Committing,
     Connection,
     Connections,
     Ending,
@@ -230,7 +232,9 @@ class PostgresLedger:
         return bool(await self._ask("heartbeat", **token_of(token), lease=lease))
 
     async def commit_point(self, token: Token, lease: float) -> bool:
-        return bool(await self._ask("commit_point", **token_of(token), lease=lease))
+        here = await self._here()
+        point = Committing(token.id, token.fence, token.nonce, lease)
+        return await here.points.send(point) is not None
 
     async def complete(self, token: Token, outcome: Outcome, retention: float) -> bool:
         here = await self._here()
@@ -449,12 +453,14 @@ class _LoopState:
     def __init__(self, loop: asyncio.AbstractEventLoop, connections: Connections) -> None:
         self.loop = loop
         self.connections = connections
-        self.claims = Queue(connections, SQL["claim"])
+        pace = Pace()
+        self.claims = Queue(connections, SQL["claim"], pace)
         # One statement at a time: a call sees the equal ones that this process claimed before it,
         # not after.
-        self.keyless = Queue(connections, SQL["claim keyless"], flights=1)
-        self.completions = Queue(connections, SQL["complete"])
-        self.questions = Queue(connections, SQL["get"])
+        self.keyless = Queue(connections, SQL["claim keyless"], pace, flights=1)
+        self.points = Queue(connections, SQL["commit_point"], pace)
+        self.completions = Queue(connections, SQL["complete"], pace)
+        self.questions = Queue(connections, SQL["get"], Pace())
 
 
 def _page_of(after: Place | None, only: Only, limit: int) -> Params:

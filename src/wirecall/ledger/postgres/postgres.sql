@@ -606,6 +606,51 @@ CREATE TABLE IF NOT EXISTS wirecall.marks (
 CREATE INDEX IF NOT EXISTS marks_made_at ON wirecall.marks (channel, made_at);
 CREATE INDEX IF NOT EXISTS marks_expires_at ON wirecall.marks (expires_at);
 
+-- name: schema 9
+-- Committed points and outcomes, in groups. A condition on the state would be looked up in the index of states, where all
+-- that run are found, dead rows too: so it is hidden in a CASE, and the only way to a record is its key.
+CREATE OR REPLACE FUNCTION wirecall.complete(completions json, again boolean)
+RETURNS TABLE (caller text, method text, key text) LANGUAGE plpgsql
+SET lock_timeout = '2s' SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_indexscan = off
+SET enable_indexonlyscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
+#variable_conflict use_column
+BEGIN
+    RETURN QUERY UPDATE wirecall.ledger AS l
+    SET state = 'done', lease_until = clock_timestamp(), retention = wirecall.seconds(c.retention),
+        expires_at = clock_timestamp() + wirecall.seconds(c.retention), completed_at = clock_timestamp(),
+        kind = outcome->>'kind', payload = decode(outcome->>'payload', 'base64'), digest = decode(outcome->>'digest', 'base64')
+    FROM json_to_recordset(completions) AS c (id json, fence bigint, nonce text, outcome json, retention float8)
+    WHERE l.caller = id->>'caller' AND l.method = id->>'method' AND l.key = id->>'key'
+        AND l.fence = c.fence AND l.nonce = decode(c.nonce, 'base64')
+        AND CASE l.state WHEN 'running' THEN true WHEN 'unknown' THEN true END
+    RETURNING l.caller, l.method, l.key;
+
+    IF again THEN
+        RETURN QUERY SELECT l.caller, l.method, l.key
+        FROM wirecall.ledger AS l, json_to_recordset(completions) AS c (id json, fence bigint, nonce text, outcome json)
+        WHERE l.caller = id->>'caller' AND l.method = id->>'method' AND l.key = id->>'key'
+            AND l.fence = c.fence AND l.nonce = decode(c.nonce, 'base64')
+            AND CASE l.state WHEN 'done' THEN l.digest = decode(outcome->>'digest', 'base64') END;
+    END IF;
+END $$;
+
+-- Mark a list of RUNNING records as committed and renew their leases; gives the ids of those whose leases were not over.
+CREATE OR REPLACE FUNCTION wirecall.commit_points(points json)
+RETURNS TABLE (caller text, method text, key text) LANGUAGE plpgsql
+SET lock_timeout = '2s' SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_indexscan = off
+SET enable_indexonlyscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
+#variable_conflict use_column
+BEGIN
+    RETURN QUERY UPDATE wirecall.ledger AS l
+    SET committed = true, lease_until = clock_timestamp() + wirecall.seconds(c.lease),
+        expires_at = clock_timestamp() + wirecall.seconds(c.lease) + wirecall.sweeps_after(true, l.may_rerun, l.retention)
+    FROM json_to_recordset(points) AS c (id json, fence bigint, nonce text, lease float8)
+    WHERE l.caller = id->>'caller' AND l.method = id->>'method' AND l.key = id->>'key'
+        AND l.fence = c.fence AND l.nonce = decode(c.nonce, 'base64')
+        AND CASE l.state WHEN 'running' THEN l.lease_until > clock_timestamp() END
+    RETURNING l.caller, l.method, l.key;
+END $$;
+
 -- name: opened
 SELECT current_setting('synchronous_commit'), current_setting('fsync'), to_regclass('wirecall.version') IS NOT NULL
 
@@ -715,12 +760,7 @@ WHERE caller = %(caller)s AND method = %(method)s AND key = %(key)s AND fence = 
 RETURNING true
 
 -- name: commit_point
-UPDATE wirecall.ledger
-SET committed = true, lease_until = clock_timestamp() + wirecall.seconds(%(lease)s),
-    expires_at = clock_timestamp() + wirecall.seconds(%(lease)s) + wirecall.sweeps_after(true, may_rerun, retention)
-WHERE caller = %(caller)s AND method = %(method)s AND key = %(key)s AND fence = %(fence)s AND nonce = %(nonce)s
-    AND state = 'running' AND lease_until > clock_timestamp()
-RETURNING true
+SELECT * FROM wirecall.commit_points(%(items)s::json)
 
 -- name: suspend
 UPDATE wirecall.ledger

@@ -45,6 +45,7 @@ from wirecall.ledger.base import (
     Outcome,
     RecordId,
 )
+from wirecall.ledger.postgres.pace import ENOUGH, Pace
 from wirecall.logs import logger
 
 # Seconds to wait for the answer to one statement, and for a free connection.
@@ -107,6 +108,15 @@ class Ending(Struct, frozen=True):
     nonce: bytes
     outcome: Outcome
     retention: float
+
+
+class Committing(Struct, frozen=True):
+    """A commit point, as `wirecall.commit_points` reads it."""
+
+    id: RecordId
+    fence: int
+    nonce: bytes
+    lease: float
 
 
 def id_of(id: RecordId) -> Params:
@@ -395,13 +405,18 @@ class Queue:
     Pending items are sent together, as a JSON list, and return rows with their ids.
     """
 
-    def __init__(self, connections: Connections, statement: str, flights: int = FLIGHTS) -> None:
+    def __init__(
+        self, connections: Connections, statement: str, pace: Pace, flights: int = FLIGHTS
+    ) -> None:
         self._connections = connections
         self._statement = statement
+        self._pace = pace
         self._waiting: deque[_Waiting] = deque()
         self._free = flights
+        # A flight is about to take what waits.
+        self._gathers = False
 
-    async def send(self, item: Claim | Ending | RecordId) -> Row | None:
+    async def send(self, item: Claim | Committing | Ending | RecordId) -> Row | None:
         if isinstance(item, RecordId):
             id = item
         else:
@@ -413,33 +428,57 @@ class Queue:
         turn = (id.caller, id.method, locked)
         answer: asyncio.Future[Row | None] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Waiting(id, turn, encode(item), answer))
-        if self._free:
+        if self._gathers:
+            if len(self._waiting) >= ENOUGH:
+                self._pace.hurry()
+        elif self._free:
             self._free -= 1
+            self._gathers = True
             self._connections.spawn(self._fly())
         return await answer
 
     async def _fly(self) -> None:
         """Send the pending items, one at a time for each id, without those that were cancelled."""
+        gathers = True
         try:
             while self._waiting:
-                batch: dict[RecordId, _Waiting] = {}
-                size = 0
-                while (
-                    self._waiting
-                    and len(batch) < BATCH
-                    and size < BATCH_BYTES
-                    and self._waiting[0].id not in batch
-                ):
-                    waiting = self._waiting.popleft()
-                    if not waiting.answer.done():
-                        batch[waiting.id] = waiting
-                        size += len(waiting.item)
+                if len(self._waiting) < ENOUGH:
+                    await self._pace.gather()
+                batch = self._take()
+                gathers = self._gathers = False
                 if batch:
                     await self._deliver(sorted(batch.values(), key=lambda waiting: waiting.turn))
+                if self._gathers:  # another flight takes the rest
+                    return
+                gathers = self._gathers = True
         finally:
             self._free += 1
+            if gathers:
+                self._gathers = False
+
+    def _take(self) -> dict[RecordId, _Waiting]:
+        batch: dict[RecordId, _Waiting] = {}
+        size = 0
+        while (
+            self._waiting
+            and len(batch) < BATCH
+            and size < BATCH_BYTES
+            and self._waiting[0].id not in batch
+        ):
+            waiting = self._waiting.popleft()
+            if not waiting.answer.done():
+                batch[waiting.id] = waiting
+                size += len(waiting.item)
+        return batch
 
     async def _deliver(self, batch: list[_Waiting]) -> None:
+        since = self._pace.took_off(len(batch))
+        try:
+            await self._send_all(batch)
+        finally:
+            self._pace.landed(len(batch), since)
+
+    async def _send_all(self, batch: list[_Waiting]) -> None:
         items = f"[{b','.join(waiting.item for waiting in batch).decode()}]"
         try:
             try:
@@ -455,7 +494,7 @@ class Queue:
                 self._refuse(batch, down(error))
             # One item fails, or has to wait for another transaction: it must not fail the others.
             else:
-                await asyncio.gather(*(self._deliver([waiting]) for waiting in batch))
+                await asyncio.gather(*(self._send_all([waiting]) for waiting in batch))
         except LedgerDown as error:
             self._refuse(batch, error)
         except BaseException:
