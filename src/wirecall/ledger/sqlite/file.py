@@ -50,6 +50,10 @@ AGAIN = 1.0
 _creating = threading.Lock()
 
 
+class Replaced(LedgerDown):
+    """The path of an open file names another one, or none."""
+
+
 class Row(NamedTuple):
     """A row of wirecall_commands: the columns that this wirecall knows, in their order."""
 
@@ -168,11 +172,12 @@ class LedgerFile:
         # The first commit makes it; it stays as long as a process has the file open.
         self._wal = self._wal or wal
         if file is None or file != self._file or wal != self._wal:
-            raise down(
+            error = down(
                 f"The ledger {self._path} was removed or replaced while it was open.",
                 "what is written now would be lost, and with it the knowledge of what was done",
                 "bring the file back with its -wal, or restart to begin a new ledger",
             )
+            raise Replaced(str(error))
         self._ask_at = now + AGAIN
         self._known = -1
         if 0 <= changed < time.time_ns() - SETTLED * 1e9:
