@@ -19,7 +19,7 @@ that, until an operator accepts the store (`ledger.identity`). There is one stat
 import asyncio
 import enum
 import os
-import time
+from time import monotonic
 from typing import NamedTuple
 
 from wirecall.aio import has_loop, start
@@ -53,6 +53,11 @@ NAMED = 50
 
 # No ledger has this number.
 _NEVER = 0
+
+
+def clock() -> float:
+    """Return the time by this process's clock, in seconds."""
+    return monotonic()
 
 
 class LedgerState(enum.Enum):
@@ -136,6 +141,8 @@ class Witness:
         # The last one of them that the store was asked for.
         self._checked: Token | None = None
         self._settles_at = 0.0
+        # The history of the store that is in doubt.
+        self._doubted = ""
         self._reported_at = 0.0
         self._looking: asyncio.Task[None] | None = None
         self._name = os.urandom(8).hex()
@@ -156,7 +163,7 @@ class Witness:
             if self.reached == _NEVER:
                 if not has_loop():
                     raise self._refusal(id)
-                await asyncio.sleep(max(0.0, self._settles_at - time.monotonic()))
+                await asyncio.sleep(max(0.0, self._settles_at - clock()))
 
     def look_first(self) -> None:
         """Look at the store before the next command."""
@@ -173,10 +180,10 @@ class Witness:
         The ledger has connected anew, or the process has acknowledged a command of this key.
         """
         done = self._find(record.id)
-        if done is not None and time.monotonic() < done.until:
+        if done is not None and clock() < done.until:
             identity = self._known.identity if self._known else None
             self._suspect(self._doubt_of("lost", identity, [done.lost]))
-            self.state = TABLE[self.state, LedgerEvent.DOUBT]
+            self._to(LedgerEvent.DOUBT)
         else:
             await self.admit(ledger, record.id)
         if self.doubt is not None:
@@ -184,10 +191,12 @@ class Witness:
 
     def note(self, token: Token, fingerprint: bytes, retention: float) -> None:
         """Remember a command whose outcome is recorded."""
+        if self._known is None:  # the store ends with this process
+            return
         if len(self._young) >= REMEMBERED:
             self._old = self._young
             self._young = {}
-        self._young[token.id.key] = _Done(token, fingerprint, time.monotonic() + retention)
+        self._young[token.id.key] = _Done(token, fingerprint, clock() + retention)
 
     def _find(self, id: RecordId) -> _Done | None:
         done = self._young.get(id.key) or self._old.get(id.key)
@@ -205,6 +214,9 @@ class Witness:
             "the ledger is not as this server knew it: an operator has to accept it", ran="no"
         )
 
+    def _to(self, event: LedgerEvent) -> None:
+        self.state = TABLE[self.state, event]
+
     # --- looks ------------------------------------------------------------------------------------
 
     async def look(self, ledger: Ledger) -> None:
@@ -221,7 +233,6 @@ class Witness:
 
     async def _look(self, ledger: Ledger) -> None:
         reached = ledger.reached
-        before = self.state
         doubt = self.doubt
         least = max((each.token.fence for each in self._acknowledged()), default=0)
         seen = await ledger.see()
@@ -233,16 +244,19 @@ class Witness:
         event = await self._judge(ledger, seen, found, least, list(others.values()))
         if event is LedgerEvent.MATCH and self.doubt is not doubt:
             return  # a command has shown a loss in between
-        self.state = TABLE[self.state, event]
-        if self.state is LedgerState.ACCEPTED:
-            await self._restore(ledger, seen, found)
-        if self.state is LedgerState.SUSPECT:
-            await self._report(ledger)
-        elif before is LedgerState.SUSPECT and self.state is not before:
-            logger.warning("the ledger is as expected, or accepted: commands run again")
         self.reached = _NEVER
+        self._to(event)
+        if event is LedgerEvent.DOUBT:
+            await self._report(ledger)
+            return
+        if event is LedgerEvent.ACCEPT:
+            assert found is not None
+            await self._restore(ledger, seen, found)
+            self._to(LedgerEvent.RESTORE)
+        elif doubt is not None:
+            logger.warning("the ledger is the one that this process knew: commands run again")
+        self.doubt = None
         if self.state is LedgerState.STEADY:
-            self.doubt = None
             self.reached = reached
 
     async def _judge(
@@ -277,12 +291,13 @@ class Witness:
             lost = all_lost(others)
         if kind is not None:
             self._suspect(self._doubt_of(kind, found, lost, seen, others))
+            self._doubted = seen.history
             return LedgerEvent.DOUBT
         # What this process knows, grows.
         self._known = _Known(known.identity, max(known.fence, seen.fence), seen.history)
         if has_moved:
-            self._settles_at = time.monotonic() + SETTLE
-        if time.monotonic() < self._settles_at:
+            self._settles_at = clock() + SETTLE
+        if clock() < self._settles_at:
             return LedgerEvent.MOVE
         return LedgerEvent.MATCH
 
@@ -300,12 +315,12 @@ class Witness:
             return "older"
         doubt = self.doubt
         # Its fences may have caught up since; what it lost has not come back.
-        if doubt is not None and doubt.kind == "older" and seen.history == known.history:
+        if doubt is not None and doubt.kind == "older" and seen.history == self._doubted:
             return "older"
         return None
 
     def _acknowledged(self) -> list[_Done]:
-        now = time.monotonic()
+        now = clock()
         done = [*self._old.values(), *self._young.values()]
         return [each for each in done if now < each.until]
 
@@ -324,7 +339,7 @@ class Witness:
             asked = done[first : first + AT_ONCE]
             records = await asyncio.gather(*(ledger.get(each.token.id) for each in asked))
             for each, record in zip(asked, records, strict=True):
-                if not _has(record, each.token) and time.monotonic() < each.until:
+                if not _has(record, each.token) and clock() < each.until:
                     missing.append(each.lost)
         return missing
 
@@ -382,7 +397,7 @@ class Witness:
 
     async def _report(self, ledger: Ledger) -> None:
         """Write the doubt into the store, for the other processes and the operator."""
-        now = time.monotonic()
+        now = clock()
         if self.doubt is None or now < self._reported_at + REPORT_EVERY and self._reported_at:
             return
         try:
@@ -392,9 +407,8 @@ class Witness:
             return
         self._reported_at = now
 
-    async def _restore(self, ledger: Ledger, seen: Seen, found: Identity | None) -> None:
+    async def _restore(self, ledger: Ledger, seen: Seen, found: Identity) -> None:
         """Record the lost commands of this process as unknown: the operator may not know them."""
-        assert found is not None
         done = self._acknowledged()
         lost = await self._missing(ledger, done)
         await put_back(ledger, lost)
@@ -403,9 +417,7 @@ class Witness:
         self._old = kept
         self._young = {}
         self._known = _Known(found, seen.fence, seen.history)
-        self.doubt = None
         self._settles_at = 0.0
-        self.state = TABLE[self.state, LedgerEvent.RESTORE]
         logger.warning(
             "the ledger was accepted by %s: %s", found.accepted_by or "an operator", found.reason
         )

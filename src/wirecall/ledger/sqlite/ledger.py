@@ -320,13 +320,16 @@ class SqliteLedger:
 
     async def see(self, identity: bytes | None = None) -> Seen:
         """As in every ledger. A file that has replaced the open one is opened."""
-        look = partial(seeing.see, identity, self._path)
+        if identity is not None:
+            await self._running().ask(Job(partial(seeing.identify, identity)))
         try:
-            seen: Seen = await self._running().ask(Job(look))
+            return await self._read(self._see, None)
         except Replaced:
             await self._reopen()
-            seen = await self._running().ask(Job(look))
-        return seen
+            return await self._read(self._see, None)
+
+    def _see(self, _: None, db: apsw.Cursor) -> Seen:
+        return seeing.see(self._running().file, db)
 
     async def _reopen(self) -> None:
         """Leave the open file. Its path names another one, or none: that is not made."""
