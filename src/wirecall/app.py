@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from wirecall.answers import Answers
     from wirecall.audit import Audit
     from wirecall.auth.access import Access, Verifier, Verify
+    from wirecall.commands.commands import Commands
     from wirecall.ledger.base import Ledger, Tables
     from wirecall.mcp.server.batch_tool import BatchTool
     from wirecall.mcp.server.catalog import Catalog
@@ -287,6 +288,7 @@ class App(Declarations):
         self._trail = _trail(audit)
         self._audit: Audit | None = None
         self._dispatcher: Dispatcher | None = None
+        self._commands: Commands | None = None
         # The same, if no lifespan must be checked before each message.
         self._ready: Dispatcher | None = None
         self._ledger: Ledger | None = None
@@ -911,11 +913,13 @@ class App(Declarations):
         async def ask() -> str | None:
             try:
                 await (await self.ledger()).ping()
+                self._serving()
+                commands = self._commands
+                return None if commands is None else await commands.doubt()
             except (LedgerDown, UsageError) as error:
                 # The address and the details stay in the log.
                 logger.error("not ready: the ledger: %s", error)
                 return "the ledger cannot be reached, or does not accept writes"
-            return None
 
         if self._lifespan is not None and self._lifespan.has_ended:
             return "the lifespan of the app has ended"
@@ -1037,10 +1041,11 @@ class App(Declarations):
                 if self._trail is not None:
                     trail = self._audit = Audit(**self._trail)
                     events = Events([trail.note], trail.begin if trail.required else None, rows)
+                self._commands = Commands(self.ledger, events.call_ended)
                 self._dispatcher = kind(
                     self.registry,
                     Policy(self.mode, self.limits, self._single_user),
-                    Commands(self.ledger, events.call_ended),
+                    self._commands,
                     events,
                     middleware=self._middleware,
                     execution=self._execution,

@@ -8,17 +8,20 @@
 4. Leases are renewed after a third of their time. One timer serves all runs, since few live that
    long. A process that stood still, because its machine slept, renews its leases before it lets the
    ledger judge any: its runs are alive.
-5. Records that are due are swept about once a minute, in small batches.
+5. Records that are due are swept about once a minute, in small batches. The store is looked at about
+   once a second (`witness`).
 """
 
 import asyncio
 import math
 import random
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
-from wirecall.aio import wake
+from wirecall.aio import has_loop, wake
 from wirecall.commands.run import Run
+from wirecall.commands.witness import LOOK_EVERY, Witness
 from wirecall.errors import UsageError
 from wirecall.ledger.base import Claim, Ledger, LedgerDown, Record, State
 from wirecall.logs import logger, outside
@@ -56,6 +59,7 @@ class Background:
         # When that timer fires, by the loop's clock.
         self._beat_at = math.inf
         self._sweep: asyncio.TimerHandle | None = None
+        self._look: asyncio.TimerHandle | None = None
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine as a background task."""
@@ -80,6 +84,8 @@ class Background:
         self.closing = True
         if self._sweep is not None:
             self._sweep.cancel()
+        if self._look is not None:
+            self._look.cancel()
         if self._beat is not None and not self._renewals:
             self._beat.cancel()
         for pause in self._pauses:
@@ -235,6 +241,22 @@ class Background:
         delay = SWEEP_EVERY * random.uniform(0.5, 1.5)
         self._sweep = asyncio.get_running_loop().call_later(
             delay, lambda: self.start(sweep()), context=outside()
+        )
+
+    def plan_look(self, witness: Witness, ledger: Ledger) -> None:
+        """Look about once a second whether the ledger is still the one that it was."""
+        if self._look is not None or self.closing or not ledger.outlives or not has_loop():
+            return
+
+        async def look() -> None:
+            with suppress(LedgerDown, UsageError):  # commands find out
+                await witness.look(ledger)
+            self._look = None
+            self.plan_look(witness, ledger)
+
+        delay = LOOK_EVERY * random.uniform(0.8, 1.2)
+        self._look = asyncio.get_running_loop().call_later(
+            delay, lambda: self.start(look()), context=outside()
         )
 
 

@@ -5,7 +5,8 @@
    ledger, by claiming again until the other run has ended.
 3. A call without a key may find the record of an earlier call that it repeats (`receipts`). Then it
    takes that key, and is a duplicate of that call.
-4. If the ledger is down, or the app stops, the command is refused.
+4. If the ledger is down, or the app stops, the command is refused; and so it is while the ledger is
+   not the one that this process knew (`witness`).
 """
 
 import asyncio
@@ -29,7 +30,8 @@ from wirecall.commands.outcome import (
 )
 from wirecall.commands.receipts import Receipts
 from wirecall.commands.run import Run, RunEvent
-from wirecall.errors import BadInput, KeyConflict, LedgerUnavailable, UsageError
+from wirecall.commands.witness import Witness
+from wirecall.errors import BadInput, KeyConflict, LedgerUnavailable, OutcomeUnknown, UsageError
 from wirecall.ledger.base import (
     Claim,
     Delivered,
@@ -120,8 +122,13 @@ class Claims:
     """The commands that runs of this process have claimed, or are claiming."""
 
     def __init__(
-        self, ledger: Callable[[], Awaitable[Ledger]], background: Background, receipts: Receipts
+        self,
+        ledger: Callable[[], Awaitable[Ledger]],
+        background: Background,
+        receipts: Receipts,
+        witness: Witness,
     ) -> None:
+        self.witness = witness
         self._ledger = ledger
         self._background = background
         self._receipts = receipts
@@ -158,6 +165,9 @@ class Claims:
                 raise stopping(run)
             try:
                 ledger = run.ledger = await self._ledger()
+                if self.witness.reached != ledger.reached:
+                    await self.witness.admit(ledger, run.claim.id)
+                    self._background.plan_look(self.witness, ledger)
             except NoDriver as error:
                 raise without_driver(run, error) from error
             except (LedgerDown, UsageError) as error:
@@ -210,6 +220,8 @@ class Claims:
                 if run.holds(record):
                     if self._background.closing:
                         await _give_back(run, ledger, record)
+                    if not self.witness.is_sure(ledger, record):
+                        await self._confirm(run, ledger, record)
                     if flight.state is _OVERDUE:
                         flight.state = _INHERITED
                     else:
@@ -227,6 +239,20 @@ class Claims:
             await asyncio.sleep(pause)
             patience -= delay
             delay = min(2 * delay, LAST_POLL)
+
+    async def _confirm(self, run: Run, ledger: Ledger, record: Record) -> None:
+        """Check that the store may grant a record; give it back if not."""
+        try:
+            await self.witness.confirm(ledger, record)
+        except (LedgerUnavailable, OutcomeUnknown):
+            with suppress(LedgerDown):
+                await give_back(ledger, record)
+            raise
+        except BaseException as error:
+            self._background.unclaim(ledger, run.claim)
+            if isinstance(error, LedgerDown):
+                raise unavailable(error) from error
+            raise
 
     def _follow(self, run: Run, flight: Flight, record: Record, patience: float) -> None:
         """Wait for the other run of a record; raise `KeyInProgress` if the wait is over."""

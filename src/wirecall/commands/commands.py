@@ -1,7 +1,8 @@
 """The commands of an app: claim them, run them, record their outcomes, and stop.
 
-`Commands.execute` is steps 5 and 6 of a call. There are two state machines here: the run of a
-command (`run.TABLE`), and the receipt of a call without a key (`receipts.TABLE`).
+`Commands.execute` is steps 5 and 6 of a call. There are three state machines here: the run of a
+command (`run.TABLE`), the receipt of a call without a key (`receipts.TABLE`), and the ledger as
+this process sees it (`witness.TABLE`).
 
     claim        whose run is it: this one, one in this process, or one elsewhere
     lease        run the handler under a lease, and record its outcome
@@ -9,6 +10,7 @@ command (`run.TABLE`), and the receipt of a call without a key (`receipts.TABLE`
     outcome      the handler's outcome, or the reason why there is none
     receipts     whether the answer to a call without a key reached its caller
     background   writes that failed, leases, sweeps
+    witness      whether the ledger is still the one that this process knew
 
 1. Nothing runs before the ledger has granted the command to this run.
 2. A handler that can wait runs in its own task. Its caller may leave or run out of time: before the
@@ -44,6 +46,7 @@ from wirecall.commands.receipts import (
 )
 from wirecall.commands.run import Run
 from wirecall.commands.transaction import Transactions
+from wirecall.commands.witness import Witness, reason_of
 from wirecall.errors import Busy, KeyInProgress, LedgerUnavailable, OtherLoop, OutcomeUnknown
 from wirecall.ledger.base import Claim, Keyless, Ledger, LedgerDown, Outcome, RecordId
 from wirecall.server.call import Call, Handler, InputRequired
@@ -58,6 +61,7 @@ class Commands:
     def __init__(self, ledger: Callable[[], Awaitable[Ledger]], report: Report) -> None:
         # The number of commands that continue although their callers have left.
         self.left = 0
+        self.witness = Witness()
         self._ledger = ledger
         self._report = report
         self._strangers = Strangers()
@@ -66,12 +70,13 @@ class Commands:
 
     def _begin(self, background: Background) -> None:
         """Begin without any runs."""
+        self.witness.look_first()
         self.left = 0
         self._tasks: dict[Run, asyncio.Task[Raw | BaseException]] = {}
         self._background = background
         self._receipts = Receipts(background, self._strangers, self._report)
-        self._claims = Claims(self._ledger, background, self._receipts)
-        self._transactions = Transactions(background, self._receipts)
+        self._claims = Claims(self._ledger, background, self._receipts, self.witness)
+        self._transactions = Transactions(background, self._receipts, self.witness)
         self._leases = Leases(background, self._claims, self._transactions)
 
     def _bind(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -306,6 +311,18 @@ class Commands:
         A process that died may have left records.
         """
         self._bind(asyncio.get_running_loop())
+
+    async def doubt(self) -> str | None:
+        """Return why commands are refused although the ledger answers, or None."""
+        ledger = await self._ledger()
+        if not ledger.outlives:
+            return None
+        self._bind(asyncio.get_running_loop())
+        await self.witness.look(ledger)
+        self._background.plan_look(self.witness, ledger)
+        if self.witness.doubt is None:
+            return None
+        return reason_of(self.witness.doubt)
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine as background work, which `aclose` waits for."""

@@ -99,6 +99,7 @@ class Leases:
         kept = stored(outcome, terms.max_stored_result)
         try:
             if await ledger.complete(token, kept, terms.retention):
+                self._claims.witness.note(token, run.claim.fingerprint, terms.retention)
                 return outcome, False
             return await _superseded(run, outcome)
         except LedgerDown as error:

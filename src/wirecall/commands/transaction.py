@@ -29,6 +29,7 @@ from wirecall.commands.outcome import (
 )
 from wirecall.commands.receipts import ReceiptEvent, Receipts, recognised
 from wirecall.commands.run import LostLease, Run, RunEvent
+from wirecall.commands.witness import Witness
 from wirecall.errors import KeyInProgress
 from wirecall.ledger.base import (
     Claim,
@@ -57,8 +58,9 @@ class _Orphaned(Exception):
 class Transactions:
     """Runs commands in transactions of the store."""
 
-    def __init__(self, background: Background, receipts: Receipts) -> None:
+    def __init__(self, background: Background, receipts: Receipts, witness: Witness) -> None:
         self._background = background
+        self._witness = witness
         self._receipts = receipts
 
     async def transact(
@@ -87,6 +89,8 @@ class Transactions:
                         found = self._take(call, run, transaction.record)
                         if found is not None:
                             return found, True
+                        if not self._witness.is_sure(ledger, transaction.record):
+                            await self._witness.confirm(ledger, transaction.record)
                     run.db = transaction.db
                     run.to(RunEvent.TRANSACT)
                     outcome = await handled(call, run, handler)
@@ -94,6 +98,8 @@ class Transactions:
                     # writes, and is kept.
                     kept = stored(outcome, terms.max_stored_result)
                     await transaction.complete(kept, terms.retention, undo=outcome.kind == "error")
+                    assert run.token is not None
+                    self._witness.note(run.token, run.claim.fingerprint, terms.retention)
                     return outcome, False
             except TryAgain:
                 if has_record:

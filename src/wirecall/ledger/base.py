@@ -36,6 +36,9 @@ The rules of the contract:
    may be lost; marks are not, until they expire. So a process that has missed a message finds it
    among the marks (`Ledger.marks`).
 
+11. A store has an identity, which is made with it (`see`). A process compares it with what it saw
+    before (`commands.witness`), so a store that comes back empty or older is not taken for the same.
+
     absent ──claim──► RUNNING
     RUNNING ──complete──► DONE ──retention over──► TOMBSTONE ──8 x retention──► absent
     RUNNING ──release──► absent
@@ -61,6 +64,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from itertools import count
 from typing import Any, Literal, Protocol, TypeAlias
 
 from msgspec import Struct
@@ -454,6 +458,30 @@ class Mark(Struct, frozen=True, gc=False):
     content: bytes
 
 
+class Seen(Struct, frozen=True, gc=False):
+    """What a store says about itself."""
+
+    # The content of its identity mark; None if it has none.
+    identity: bytes | None
+    # The highest fence that it has given. 0: it does not count them.
+    fence: int
+    # It names the server, or the file, that answers: it differs after a restart or a failover.
+    # Empty if the store does not say.
+    history: str
+
+
+# The mark that identifies a store.
+IDENTITY_CHANNEL = "wirecall.ledger"
+IDENTITY = "identity"
+
+_reaches = count(1)
+
+
+def new_reach() -> int:
+    """Return a number for `Ledger.reached` that no ledger of this process has had."""
+    return next(_reaches)
+
+
 class Bus(Protocol):
     """One process among those that receive each other through the store."""
 
@@ -478,6 +506,12 @@ class Ledger(Protocol):
 
     # Whether the store itself removes the record of a claim whose caller is cancelled.
     is_tidy: bool
+
+    # The store outlives its processes, so it may come back as another one.
+    outlives: bool
+
+    # It changes whenever the ledger has connected to its store: another store may answer since.
+    reached: int
 
     async def claim(self, claim: Claim) -> Record:
         """Apply `decide` and return the record.
@@ -639,6 +673,13 @@ class Ledger(Protocol):
 
     async def marks(self, channel: str, within: float) -> Sequence[Mark]:
         """Return the marks of the last `within` seconds, at most `MARKS_WITHIN`, the oldest first."""
+        ...
+
+    async def see(self, identity: bytes | None = None) -> Seen:
+        """Return what the store says about itself; it gets this identity unless it has one.
+
+        An identity is a mark that does not expire.
+        """
         ...
 
     def join(self, channel: str, receive: Receive) -> Bus | None:

@@ -29,12 +29,14 @@ from wirecall.ledger.base import (
     RecordId,
     Risk,
     Schema,
+    Seen,
     State,
     Tables,
     Task,
     Token,
     decide,
     is_orphan,
+    new_reach,
     recognise,
 )
 
@@ -49,12 +51,14 @@ class MemoryLedger:
     """Nothing here awaits, so every method is atomic."""
 
     is_tidy = True
+    outlives = False
 
     def __init__(
         self, *, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time
     ) -> None:
         # Measures leases and retention: a clock that people cannot set.
         self._clock = clock
+        self.reached = new_reach()
         # The times that people read.
         self._wall = wall
         self._rows: dict[RecordId, _Row] = {}
@@ -64,6 +68,7 @@ class MemoryLedger:
         # Each task with its expiry and its record, in the order in which they began.
         self._tasks: dict[str, tuple[Task, float, _Row]] = {}
         # Each mark with the times when it was made and when it expires, the oldest first.
+        self._identity: bytes | None = None
         self._marks: dict[tuple[str, str], tuple[Mark, float, float]] = {}
 
     async def claim(self, claim: Claim) -> Record:
@@ -348,6 +353,11 @@ class MemoryLedger:
             for (of, _), (mark, made, until) in self._marks.items()
             if of == channel and made > since and until > now
         ]
+
+    async def see(self, identity: bytes | None = None) -> Seen:
+        if self._identity is None:
+            self._identity = identity
+        return Seen(self._identity, 0, "")
 
     def join(self, channel: str, receive: Receive) -> None:
         """There is no other process."""

@@ -29,6 +29,8 @@ from psycopg import conninfo
 from wirecall.errors import UsageError
 from wirecall.ledger.base import (
     ALL,
+    IDENTITY,
+    IDENTITY_CHANNEL,
     MARKS_WITHIN,
     STORED,
     Claim,
@@ -43,10 +45,12 @@ from wirecall.ledger.base import (
     RecordId,
     Risk,
     Schema,
+    Seen,
     State,
     Tables,
     Task,
     Token,
+    new_reach,
 )
 from wirecall.ledger.postgres.bus import DEAF, DEAF_FIX, PostgresBus, is_received
 from wirecall.ledger.postgres.migration import Migration, look
@@ -180,12 +184,14 @@ class PostgresLedger:
     """Leased records by single statements; `transaction` for effects in the same database."""
 
     is_tidy = False
+    outlives = True
 
     def __init__(self, conninfo: str, size: int, listening: str = "") -> None:
         self._conninfo = conninfo
         # The same, with an address at which LISTEN works.
         self._listening = listening or conninfo
         self._size = size
+        self.reached = new_reach()
         self._place: _LoopState | None = None
         self._closed = False
 
@@ -339,6 +345,16 @@ class PostgresLedger:
         found = await self._ask("marks", channel=channel, within=min(within, MARKS_WITHIN))
         return [Mark(name, content) for name, content in found]
 
+    async def see(self, identity: bytes | None = None) -> Seen:
+        if identity is not None:
+            await self._ask(
+                "identify", channel=IDENTITY_CHANNEL, name=IDENTITY, content=identity
+            )
+        ((found, fence, history),) = await self._ask(
+            "see", channel=IDENTITY_CHANNEL, name=IDENTITY
+        )
+        return Seen(found, fence, history)
+
     def join(self, channel: str, receive: Receive) -> PostgresBus:
         return PostgresBus(self._listening, channel, receive, partial(self._send, channel))
 
@@ -439,9 +455,14 @@ class PostgresLedger:
         if here is None or here.loop is not loop:
             if self._closed:
                 raise LedgerDown("the ledger is closed")
-            here = self._place = _LoopState(loop, Connections(self._conninfo, self._size))
+            connections = Connections(self._conninfo, self._size, self._reach)
+            here = self._place = _LoopState(loop, connections)
             await anext(here.connections.lifetime)
         return here
+
+    def _reach(self) -> None:
+        """Called when a connection was made."""
+        self.reached = new_reach()
 
 
 class _LoopState:

@@ -904,6 +904,18 @@ WHERE channel = %(channel)s AND made_at > (SELECT clock_timestamp()) - wirecall.
     AND expires_at > clock_timestamp()
 ORDER BY made_at
 
+-- name: identify
+-- A mark that does not expire, unless there is one.
+INSERT INTO wirecall.marks VALUES (%(channel)s, %(name)s, %(content)s, clock_timestamp(), 'infinity')
+ON CONFLICT (channel, name) DO NOTHING
+
+-- name: see
+-- The identity, the highest fence, and which server answers since when. Another timeline follows a failover.
+SELECT (SELECT content FROM wirecall.marks WHERE channel = %(channel)s AND name = %(name)s),
+    coalesce(pg_sequence_last_value('wirecall.fence'), 0),
+    CASE WHEN pg_is_in_recovery() THEN '' ELSE substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8) END
+        || ' ' || extract(epoch FROM pg_postmaster_start_time())::text
+
 -- name: send
 SELECT pg_notify(%(channel)s, %(message)s)
 

@@ -22,7 +22,7 @@ import asyncio
 import re
 import socket
 from collections import deque
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from importlib.resources import files
 from typing import Any, TypeAlias, TypeVar
@@ -209,7 +209,8 @@ def is_alive(connection: Connection) -> bool:
 class Connections:
     """A pool for one event loop, and the tasks that use it. It is closed when the loop ends."""
 
-    def __init__(self, conninfo: str, size: int) -> None:
+    def __init__(self, conninfo: str, size: int, made: Callable[[], None]) -> None:
+        """`made` is called for each new connection."""
         self.lifetime = self._live()
         self._conninfo = conninfo
         self._made: WeakSet[Connection] = WeakSet()
@@ -236,7 +237,7 @@ class Connections:
             @classmethod
             async def connect(cls, conninfo: str = "", **options: Any) -> "Pooled":
                 try:
-                    made = await super().connect(conninfo, **options)
+                    connection = await super().connect(conninfo, **options)
                 except psycopg.Error as error:
                     connections._trouble = down(error)
                     if not connections._in_use:  # else one of those may be returned
@@ -248,8 +249,9 @@ class Connections:
                     connections.spawn(connections._pool.close())
                     raise
                 connections._trouble = None
-                connections._made.add(made)
-                return made
+                connections._made.add(connection)
+                made()
+                return connection
 
         # One worker, since a crowd of attempts keeps a server down.
         self._pool: AsyncConnectionPool[Connection] = AsyncConnectionPool(

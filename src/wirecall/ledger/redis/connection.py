@@ -16,7 +16,7 @@
 import asyncio
 import re
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import suppress
 from typing import Any, TypeAlias
 
@@ -104,11 +104,15 @@ class Connections:
     They lead to the server that the URL names, or to the primaries of its cluster.
     """
 
-    def __init__(self, options: Options, replicas: int, is_cluster: bool) -> None:
+    def __init__(
+        self, options: Options, replicas: int, is_cluster: bool, reached: Callable[[], None]
+    ) -> None:
+        """`reached` is called for each new connection; in a cluster, when one may be needed."""
         self.lifetime = self._live()
         self._options = options
         self._replicas = replicas
-        self._pool = ConnectionPool(**options)
+        self._reached = reached
+        self._pool = ConnectionPool(**options, redis_connect_func=self._connected)
         self._server = Redis(connection_pool=self._pool)
         self._cluster: RedisCluster | None = None
         # The map of the cluster is read from these at first.
@@ -121,6 +125,10 @@ class Connections:
             given["ssl"] = given.pop("connection_class", None) is SSLConnection
             self._cluster = RedisCluster(**given)
             self._first = [*self._cluster.nodes_manager.startup_nodes.values()]
+
+    async def _connected(self, connection: Any) -> None:
+        await connection.on_connect()
+        self._reached()
 
     async def _live(self) -> AsyncGenerator[None, None]:
         """Stay suspended until the loop ends, or the ledger is forgotten.
@@ -240,6 +248,8 @@ class Connections:
     def seek_news(self) -> None:
         """Have redis-py read the map of the cluster again. No caller waits for that."""
         cluster = self._cluster
+        if cluster is not None:
+            self._reached()
         if cluster is None or self._is_closed or (self._news is not None and not self._news.done()):
             return
 

@@ -48,6 +48,8 @@ from redis.exceptions import NoScriptError, RedisClusterException, ResponseError
 from wirecall.errors import UsageError
 from wirecall.ledger.base import (
     ALL,
+    IDENTITY,
+    IDENTITY_CHANNEL,
     MARKS_WITHIN,
     MAX_ATTEMPTS,
     STORED,
@@ -65,11 +67,13 @@ from wirecall.ledger.base import (
     RecordId,
     Risk,
     Schema,
+    Seen,
     State,
     Tables,
     Task,
     Token,
     is_orphan,
+    new_reach,
     other_tables,
 )
 from wirecall.ledger.redis.bus import RedisBus
@@ -208,10 +212,12 @@ class RedisLedger:
     """Every method is one command, except those that go through all records."""
 
     is_tidy = False
+    outlives = True
 
     def __init__(self, url: str) -> None:
         self._options, prefix, self._replicas = options_of(url)
         self._prefix: bytes = prefix.encode()
+        self.reached = new_reach()
         # The version of the records, in a hash; without a colon, so it is not a record.
         self._meta = self._prefix + b"meta"
         # For verbs: the methods that have a set of their newest records, and the newest tasks.
@@ -676,6 +682,20 @@ class RedisLedger:
             if content is not None
         ]
 
+    async def see(self, identity: bytes | None = None) -> Seen:
+        """As in every ledger. The fence is the clock, so it does not show an older store."""
+        name = self._mark_name(IDENTITY_CHANNEL, IDENTITY)
+        if identity is not None:
+            await self._ask("SET", name, identity, "NX", writes=True)
+        found = await self._ask("GET", name)
+        connections = await self._here()
+        servers = []
+        for node in await connections.primaries():
+            with suppress_answers():  # managed servers may forbid it
+                info = await connections.ask_at(node, "INFO")
+                servers.append(f"{info.get('run_id')}:{info.get('master_replid')}")
+        return Seen(found, 0, " ".join(sorted(servers)))
+
     def join(self, channel: str, receive: Receive) -> RedisBus:
         return RedisBus(
             self._options, self._marks(channel), receive, self._here, is_cluster=self._is_cluster
@@ -871,12 +891,16 @@ class RedisLedger:
             try:
                 place = self._place = (
                     loop,
-                    Connections(self._options, self._replicas, self._is_cluster),
+                    Connections(self._options, self._replicas, self._is_cluster, self._reach),
                 )
             except (TypeError, RedisClusterException) as error:
                 raise LedgerDown(f"redis-py has no client for this cluster: {error}") from error
             await anext(place[1].lifetime)
         return place[1]
+
+    def _reach(self) -> None:
+        """Called when a connection was made, or was lost."""
+        self.reached = new_reach()
 
     async def _ask(self, command: str, name: bytes, *args: Any, writes: bool = False) -> Any:
         return await (await self._here()).ask(name, (command, name, *args), writes=writes)

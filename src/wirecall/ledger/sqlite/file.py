@@ -50,6 +50,10 @@ AGAIN = 1.0
 _creating = threading.Lock()
 
 
+class Replaced(LedgerDown):
+    """The path of an open file names another one, or none."""
+
+
 class Row(NamedTuple):
     """A row of wirecall_commands: the columns that this wirecall knows, in their order."""
 
@@ -168,15 +172,29 @@ class LedgerFile:
         # The first commit makes it; it stays as long as a process has the file open.
         self._wal = self._wal or wal
         if file is None or file != self._file or wal != self._wal:
-            raise down(
-                f"The ledger {self._path} was removed or replaced while it was open.",
-                "what is written now would be lost, and with it the knowledge of what was done",
-                "bring the file back with its -wal, or restart to begin a new ledger",
-            )
+            raise self._replaced()
         self._ask_at = now + AGAIN
         self._known = -1
         if 0 <= changed < time.time_ns() - SETTLED * 1e9:
             self._known = changed
+
+    def identify(self) -> str:
+        """Return what distinguishes the file from its copies.
+
+        Raise `Replaced` if the path names another one. Any thread may call it.
+        """
+        if _identity(self._path) != self._file or self._file is None:
+            raise self._replaced()
+        file, device = self._file
+        return f"{device}:{file}"
+
+    def _replaced(self) -> "Replaced":
+        error = down(
+            f"The ledger {self._path} was removed or replaced while it was open.",
+            "what is written now would be lost, and with it the knowledge of what was done",
+            "bring the file back with its -wal, or restart to begin a new ledger",
+        )
+        return Replaced(str(error))
 
     def _folder_time(self) -> int:
         """Return the time of the last change of the folder in nanoseconds, or -1."""

@@ -63,17 +63,19 @@ from wirecall.ledger.base import (
     RecordId,
     Risk,
     Schema,
+    Seen,
     State,
     Tables,
     Task,
     Token,
     Verdict,
     decide,
+    new_reach,
     recognise,
 )
-from wirecall.ledger.sqlite import file
+from wirecall.ledger.sqlite import file, seeing
 from wirecall.ledger.sqlite.bus import FolderBus
-from wirecall.ledger.sqlite.file import SQL, Row, as_down
+from wirecall.ledger.sqlite.file import SQL, Replaced, Row, as_down
 from wirecall.ledger.sqlite.transaction import HandlerTransaction
 from wirecall.ledger.sqlite.writer import Job, Writer, nothing, take_fences
 
@@ -153,6 +155,7 @@ class SqliteLedger:
     """A ledger in a file, for any number of event loops, threads and processes."""
 
     is_tidy = True
+    outlives = True
 
     def __init__(
         self,
@@ -167,6 +170,7 @@ class SqliteLedger:
         self._clock = clock or clock_from_boot()
         self._wall = wall
         self._tables = tables
+        self.reached = new_reach()
         self._boot = _boot_id()
         self._writer: Writer | None = None
         self._starting = threading.Lock()
@@ -313,6 +317,29 @@ class SqliteLedger:
             return [Mark(*row) for row in db.execute(SQL["marks"], asked)]
 
         return await self._read(look, None)
+
+    async def see(self, identity: bytes | None = None) -> Seen:
+        """As in every ledger. A file that has replaced the open one is opened."""
+        if identity is not None:
+            await self._running().ask(Job(partial(seeing.identify, identity)))
+        try:
+            return await self._read(self._see, None)
+        except Replaced:
+            await self._reopen()
+            return await self._read(self._see, None)
+
+    def _see(self, _: None, db: apsw.Cursor) -> Seen:
+        return seeing.see(self._running().file, db)
+
+    async def _reopen(self) -> None:
+        """Leave the open file. Its path names another one, or none: that is not made."""
+        with self._starting:
+            writer = self._writer
+            self._writer = None
+            self._tables = "leave"
+            self.reached = new_reach()
+        if writer is not None:
+            await writer.aclose()
 
     def join(self, channel: str, receive: Receive) -> FolderBus:
         return FolderBus(os.path.realpath(self._path) + "-bus", channel, receive)

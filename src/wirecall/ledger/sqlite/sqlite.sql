@@ -422,3 +422,14 @@ SELECT content FROM wirecall_marks WHERE channel = :channel AND name = :name AND
 -- name: marks
 SELECT name, content FROM wirecall_marks
 WHERE channel = :channel AND made_at > :wall - :within AND expires_at > :wall ORDER BY nth;
+
+-- name: identify
+-- A mark that does not expire, unless there is one.
+INSERT OR IGNORE INTO wirecall_marks (channel, name, content, made_at, expires_at)
+VALUES (:channel, :name, :content, 0, 9e999);
+
+-- name: identity
+SELECT content FROM wirecall_marks WHERE channel = :channel AND name = :name;
+
+-- name: fence
+SELECT fence FROM wirecall_meta;
