@@ -103,6 +103,10 @@ HOST = (
 )
 ORIGIN = r"(?i)\*|null|[a-z][a-z0-9+.-]*://[^\s/]+/?", '"https://app.example.com" or "*"'
 
+# Seconds in which a server is not ready and still serves after SIGTERM. Balancers ask `/readyz` every
+# second or two.
+_DRAIN: dict[Mode, float] = {"development": 0.0, "production": 5.0}
+
 # Seconds: `/readyz` asks the ledger this often at most, and waits for the answer this long.
 ASK_EVERY = 1.0
 ASK_WITHIN = 2.0
@@ -638,13 +642,16 @@ class App(Declarations):
         server: "ServerName" = "granian",
         workers: int = 1,
         grace: float = 10.0,
+        drain: float | None = None,
     ) -> None:
         """Serve until a signal stops it.
 
         It serves MCP and plain JSON-RPC on stdin and stdout, over TCP, or on the Unix socket at
         `path`; over HTTP it serves everything of `asgi`. `framing="content-length"` has a header
         before each message, as language servers have it; HTTP does not need it. `allow_remote` lets
-        TCP serve other machines, whose callers are anonymous.
+        TCP serve other machines, whose callers are anonymous. `drain` is for HTTP: so many seconds
+        after SIGTERM the server is not ready and still serves, so that load balancers send requests
+        elsewhere. By default 5 in production, and 0 in development.
         """
         if transport not in ("stdio", "http", "tcp", "unix"):
             raise UsageError(
@@ -695,6 +702,10 @@ class App(Declarations):
 
             self._is_shared = self._is_shared or workers > 1
             announce = self._announcement(run_http.print_address)
+            if drain is None:
+                drain = _DRAIN[self.mode]
+            if drain < 0:
+                raise UsageError(f"drain must be 0 or more, got {drain!r}.", fix="use drain=5")
             run_http.serve(
                 self.asgi,
                 host,
@@ -702,6 +713,7 @@ class App(Declarations):
                 server=server,
                 workers=workers,
                 grace=grace,
+                drain=drain,
                 listening=announce,
             )
 

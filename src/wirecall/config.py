@@ -147,6 +147,7 @@ class Config(Struct, frozen=True):
 _Text = Annotated[str, Meta(min_length=1)]
 _Count = Annotated[int, Meta(ge=1)]
 _Seconds = Annotated[float, Meta(gt=0, le=1e9)]  # an upper bound, so that TOML's inf is refused
+_Pause = Annotated[float, Meta(ge=0, le=1e9)]
 _Names = Annotated[list[_Text], Meta(min_length=1)]
 _Port = r"(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d{2}|655[0-2]\d|6553[0-5])"  # 0 to 65535
 _Web = Annotated[str, Meta(pattern=r"^(https://|http://(localhost|127\.0\.0\.1|\[::1\])([:/]|$))")]
@@ -326,6 +327,7 @@ SETTINGS: dict[str, Setting] = {
         "granian",
     ),
     "server.grace": Setting(_Seconds, _SECONDS, 10, 10.0),
+    "server.drain": Setting(_Pause, "a number of seconds, 0 or more", 5),
     "server.hosts": Setting(_Names, "an array of names", ["api.example.com"]),
     "server.origins": Setting(_Names, "an array of names", ["https://app.example.com"]),
     "server.single_user": Setting(bool, "true or false", True),

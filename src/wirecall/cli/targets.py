@@ -462,6 +462,13 @@ def duration(text: str | float) -> float:
         ) from None
 
 
+def pause(text: str | float) -> float:
+    """Convert a time to seconds, which may be 0: the `type=` of an option."""
+    if str(text).strip() == "0":
+        return 0.0
+    return duration(text)
+
+
 def moment(text: str | float) -> float:
     """Convert a time in the past to seconds since 1970: the `type=` of an option.
 
