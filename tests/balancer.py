@@ -134,4 +134,3 @@ class Balancer:
         """Wait until a server is ready, or is not."""
         async with asyncio.timeout(PATIENCE), self._changed:
             await self._changed.wait_for(lambda: self.ready[port].is_set() is is_ready)
-

@@ -18,7 +18,7 @@ import pytest
 from tests.balancer import PATIENCE, Balancer, Connection, connect
 from tests.calls import call, read
 from tests.ports import free_port
-from tests.size import IS_FULL, sized
+from tests.size import sized
 
 APP = """
 import asyncio
@@ -92,7 +92,7 @@ def effects(folder: Path) -> Counter[str]:
 
 async def client(number: int, balancer: Balancer, stop: asyncio.Event) -> list[str]:
     """Call until the end, half of the time with a key; return the orders."""
-    orders = []
+    orders: list[str] = []
     while not stop.is_set():
         order = f"{number}-{len(orders)}"
         key = f"key-{order}" if len(orders) % 2 else None
@@ -129,7 +129,7 @@ async def test_servers_are_replaced_without_an_error(
                     await replace(each, balancer)
             stop.set()
         orders = [order for each in clients for order in each.result()]
-    assert effects(tmp_path) == {order: 1 for order in orders}
+    assert effects(tmp_path) == dict.fromkeys(orders, 1)
     assert all(balancer.counts[each.port] for each in both)
 
 

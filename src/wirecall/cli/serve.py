@@ -34,6 +34,7 @@ from wirecall.cli.targets import (
     ledger_option,
     optional_target_argument,
     pause,
+    secrets_of,
 )
 from wirecall.cli.watching import PORT, Watching, host_and_port, watching_options
 from wirecall.config import SETTINGS, Config, load_config
@@ -243,6 +244,7 @@ def serve_command(
             batch_tool=how["batch_tool"],
             stream=config.get("server.stream"),
             auth=auth,
+            secret=secrets_of(config) or None,
             dev=dev,
         )
         # Problems that would otherwise appear only at the first command.

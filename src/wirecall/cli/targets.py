@@ -21,6 +21,7 @@
 
 import asyncio
 import logging
+import os
 import re
 import sys
 import time
@@ -37,7 +38,7 @@ import click
 from msgspec import Struct
 from msgspec.structs import replace
 
-from wirecall.app import App
+from wirecall.app import SECRET_VARIABLE, App
 from wirecall.cli.apps import load_app, no_file
 from wirecall.cli.failures import CliError, Exit, NotReached, Unreachable, failure_of
 from wirecall.config import Config, load_config, names_module, seconds_of
@@ -448,6 +449,21 @@ async def ready(app: App) -> None:
 # --- the way to it --------------------------------------------------------------------------------
 
 Protocol = Literal["rpc", "mcp"]
+
+
+def secrets_of(config: Config) -> list[str]:
+    """Return the secrets that wirecall.toml names, unless the environment has one.
+
+    The first signs.
+    """
+    from wirecall.gateway.references import References  # late: few servers need it
+
+    places = ("server.secret", "server.other_secret")
+    stated = [config.get(place) for place in places if config.get(place)]
+    if os.environ.get(SECRET_VARIABLE):
+        return []
+    references = References()
+    return [references.value(each) for each in stated]
 
 
 def duration(text: str | float) -> float:

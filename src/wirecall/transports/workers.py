@@ -88,7 +88,9 @@ class Workers:
     `work` receives a function to call once it serves.
     """
 
-    def __init__(self, work: Work, count: int, patience: float, serving: Callable[[], None]) -> None:
+    def __init__(
+        self, work: Work, count: int, patience: float, serving: Callable[[], None]
+    ) -> None:
         from multiprocessing import get_all_start_methods, get_context
 
         if "fork" not in get_all_start_methods():
