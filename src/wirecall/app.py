@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from wirecall.mcp.server.catalog import Catalog
     from wirecall.mcp.server.lines import StdioConnection
     from wirecall.mcp.server.server import Server
+    from wirecall.mcp.server.sessions import Sealer
     from wirecall.mcp.types import Icon
     from wirecall.server.dispatch import Dispatcher
     from wirecall.server.lifespan import Lifespan
@@ -78,6 +79,7 @@ Authenticate = Callable[[Mapping[str, str]], "Awaitable[str | None] | str | None
 
 MODE_VARIABLE = "WIRECALL_MODE"
 SECRET_VARIABLE = "WIRECALL_SECRET"
+OTHER_SECRET_VARIABLE = "WIRECALL_SECRET_OTHER"
 # Seconds for the calls in flight when an app is closed.
 GRACE = 10.0
 # Seconds; a client that listens is notified of a change earlier.
@@ -103,6 +105,10 @@ HOST = (
     '"api.example.com", "*.example.com" or "*"',
 )
 ORIGIN = r"(?i)\*|null|[a-z][a-z0-9+.-]*://[^\s/]+/?", '"https://app.example.com" or "*"'
+
+# Seconds in which a server is not ready and still serves after SIGTERM. Balancers ask `/readyz` every
+# second or two.
+_DRAIN: dict[Mode, float] = {"development": 0.0, "production": 5.0}
 
 # Seconds: `/readyz` asks the ledger this often at most, and waits for the answer this long.
 ASK_EVERY = 1.0
@@ -173,7 +179,8 @@ class App(Declarations):
     anything else: it takes the headers of a request and returns the caller's name, or None to
     refuse. `hosts` and `origins` are the names of the server and of the web pages that may call it,
     besides the loopback's. `secret` seals the state that clients keep for the server; processes
-    that share it serve each other's sessions (or WIRECALL_SECRET).
+    that share it serve each other's sessions (or WIRECALL_SECRET). Of several secrets, the first
+    seals, and all of them open (or WIRECALL_SECRET_OTHER).
 
     `lifespan` takes the app and returns an async context manager. Every process enters it before
     the first call and leaves it after the last one; its value is `ctx.state`.
@@ -209,7 +216,7 @@ class App(Declarations):
         authenticate: Authenticate | None = None,
         hosts: Sequence[str] = (),
         origins: Sequence[str] = (),
-        secret: str | None = None,
+        secret: str | Sequence[str] | None = None,
         single_user: bool | None = None,
         lifespan: "Callable[[App], AbstractAsyncContextManager[object]] | None" = None,
     ) -> None:
@@ -230,7 +237,7 @@ class App(Declarations):
         if key_at is not None:
             place_of_key(key_at)
         _check_functions(authenticate=authenticate, lifespan=lifespan)
-        _check_secret(secret)
+        _check_secrets(secret)
         _check_layers(middleware)
         self.limits = _limits(limits) or Limits()
         self.ledger_url = ledger or _LEDGERS[self.mode]
@@ -267,10 +274,13 @@ class App(Declarations):
         self._origins: Sequence[str] = _names("origins", origins, *ORIGIN)
         # Made here and not where it is used: workers are copies of this process, and all need the
         # same secret.
-        known = secret or os.environ.get(SECRET_VARIABLE)
+        self._secret: str | bytes = os.urandom(32)
+        # They only open what other processes have signed.
+        self._other_secrets: Sequence[str] = ()
         # Other processes may serve the same sessions.
-        self._is_shared = known is not None
-        self._secret: str | bytes = known or os.urandom(32)
+        self._is_shared = False
+        if known := secret or _secrets_of_environment():
+            self._use_secrets(known)
         # Guards the parts that are made on first use and shared by threads.
         self._building = threading.Lock()
         self._catalog: Catalog | None = None
@@ -327,6 +337,7 @@ class App(Declarations):
         auth: "Access | Verifier | Verify | Sequence[Verifier | Verify] | None" = None,
         stream: "Stream | None" = None,
         batch_tool: "Literal['queries', 'all'] | BatchTool | None" = None,
+        secret: str | Sequence[str] | None = None,
         dev: bool = False,
         tables: "Tables | None" = None,
         tap: AppTap | None = None,
@@ -356,6 +367,9 @@ class App(Declarations):
         if stream is not None:
             _check_stream(stream)
             self._stream = stream
+        if secret:
+            _check_secrets(secret)
+            self._use_secrets(secret)
         if batch_tool is not None:
             self._use_batch_tool(batch_tool)
         if ledger is not None:
@@ -393,6 +407,19 @@ class App(Declarations):
         self._declared.remove(method)
         if "mcp" in method.expose and self._mcp is not None:
             self.changed("tools")
+
+    def _use_secrets(self, secret: str | Sequence[str]) -> None:
+        """Sign with the first secret, and open what any of them has signed."""
+        secrets = [secret] if isinstance(secret, str) else list(secret)
+        self._secret = secrets[0]
+        self._other_secrets = secrets[1:]
+        self._is_shared = True
+
+    def _sealer(self) -> "Sealer":
+        """Return what seals the state that clients keep."""
+        from wirecall.mcp.server.sessions import Sealer  # late: `import wirecall` stays light
+
+        return Sealer(self._secret, others=self._other_secrets)
 
     def _use_batch_tool(self, batch_tool: object) -> None:
         from wirecall.mcp.server.batch_tool import declared_batch_tool  # late: few apps need it
@@ -549,7 +576,6 @@ class App(Declarations):
         """
         from wirecall.mcp.server.http import McpEndpoint
         from wirecall.mcp.server.others import Relay
-        from wirecall.mcp.server.sessions import Sealer
         from wirecall.transports.health import health_endpoints
         from wirecall.transports.http_server import HttpServer
         from wirecall.transports.request import RPC_PATH
@@ -560,7 +586,7 @@ class App(Declarations):
         others = None
         if self._is_shared and self._ledger_scheme != "memory":
             others = self.ledger
-        relay = Relay(Sealer(self._secret), others)
+        relay = Relay(self._sealer(), others)
         endpoints = {
             path: McpEndpoint(server, self.limits, relay, path)
             for path, server in self._mcp_servers().items()
@@ -640,13 +666,16 @@ class App(Declarations):
         server: "ServerName" = "granian",
         workers: int = 1,
         grace: float = 10.0,
+        drain: float | None = None,
     ) -> None:
         """Serve until a signal stops it.
 
         It serves MCP and plain JSON-RPC on stdin and stdout, over TCP, or on the Unix socket at
         `path`; over HTTP it serves everything of `asgi`. `framing="content-length"` has a header
         before each message, as language servers have it; HTTP does not need it. `allow_remote` lets
-        TCP serve other machines, whose callers are anonymous.
+        TCP serve other machines, whose callers are anonymous. `drain` is for HTTP: so many seconds
+        after SIGTERM the server is not ready and still serves, so that load balancers send requests
+        elsewhere. By default 5 in production, and 0 in development.
         """
         if transport not in ("stdio", "http", "tcp", "unix"):
             raise UsageError(
@@ -697,6 +726,10 @@ class App(Declarations):
 
             self._is_shared = self._is_shared or workers > 1
             announce = self._announcement(run_http.print_address)
+            if drain is None:
+                drain = _DRAIN[self.mode]
+            if drain < 0:
+                raise UsageError(f"drain must be 0 or more, got {drain!r}.", fix="use drain=5")
             run_http.serve(
                 self.asgi,
                 host,
@@ -704,6 +737,7 @@ class App(Declarations):
                 server=server,
                 workers=workers,
                 grace=grace,
+                drain=drain,
                 listening=announce,
             )
 
@@ -957,7 +991,6 @@ class App(Declarations):
         if self._mcp is not None:
             return self._mcp
         from wirecall.mcp.server.server import Server, ServerInfo
-        from wirecall.mcp.server.sessions import Sealer
 
         catalog = self.catalog()
         with self._building:
@@ -973,7 +1006,7 @@ class App(Declarations):
                     ),
                     catalog,
                     self._serving,
-                    Sealer(self._secret),
+                    self._sealer(),
                     self.ledger,
                     list_ttl_ms=self._list_ttl_ms,
                     is_public=self._authenticate is None and self.access is None,
@@ -1364,11 +1397,32 @@ def _check_functions(**options: object) -> None:
             raise UsageError(f"{option} must be a function, got {type(value).__name__}.")
 
 
-def _check_secret(secret: object) -> None:
-    if secret is not None and not isinstance(secret, str):
+def _check_secrets(secret: object) -> None:
+    if secret is None or isinstance(secret, str):
+        return
+    if not isinstance(secret, (list, tuple)):
         raise UsageError(
             f"secret must be a string, got {type(secret).__name__}.", fix="use a long random string"
         )
+    if not secret or not all(isinstance(each, str) and each for each in secret):
+        raise UsageError(
+            f"secret must have one or more strings, got {len(secret)} values.",
+            "the first signs, and all of them verify",
+            "use secret=[NEW, OLD]",
+        )
+
+
+def _secrets_of_environment() -> list[str]:
+    """Return the secrets of the environment: the one that signs first."""
+    first = os.environ.get(SECRET_VARIABLE)
+    other = os.environ.get(OTHER_SECRET_VARIABLE)
+    if other and not first:
+        raise UsageError(
+            f"{OTHER_SECRET_VARIABLE} is set, and {SECRET_VARIABLE} is not.",
+            "there is no secret that signs",
+            f"set {SECRET_VARIABLE}",
+        )
+    return [each for each in (first, other) if each]
 
 
 def _check_layers(middleware: object) -> None:

@@ -147,6 +147,7 @@ class Config(Struct, frozen=True):
 _Text = Annotated[str, Meta(min_length=1)]
 _Count = Annotated[int, Meta(ge=1)]
 _Seconds = Annotated[float, Meta(gt=0, le=1e9)]  # an upper bound, so that TOML's inf is refused
+_Pause = Annotated[float, Meta(ge=0, le=1e9)]
 _Names = Annotated[list[_Text], Meta(min_length=1)]
 _Port = r"(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d{2}|655[0-2]\d|6553[0-5])"  # 0 to 65535
 _Web = Annotated[str, Meta(pattern=r"^(https://|http://(localhost|127\.0\.0\.1|\[::1\])([:/]|$))")]
@@ -154,6 +155,7 @@ _Address = Annotated[str, Meta(pattern=f"^.+:{_Port}$")]
 _REFERENCE = r"(env:[^=\0]+|file:.+|secret:.+)"
 _Target = Annotated[str, Meta(pattern=r"^(https?://[^\s]+|env:[^=\0]+|secret:.+)$")]
 _Credentials = Annotated[str, Meta(pattern=f"^(login|none|bearer:{_REFERENCE})$")]
+_Reference = Annotated[str, Meta(pattern=r"^(env:[^=\0]+|file:.+)$")]
 _Variable = Annotated[str, Meta(pattern=r"^[^=\0]+$")]
 _Header = Annotated[str, Meta(pattern=r"^[!#$%&'*+.^_`|~0-9A-Za-z-]+$")]
 _OneLine = Annotated[str, Meta(pattern=r"^[^\r\n\0]*$")]
@@ -326,6 +328,21 @@ SETTINGS: dict[str, Setting] = {
         "granian",
     ),
     "server.grace": Setting(_Seconds, _SECONDS, 10, 10.0),
+    "server.drain": Setting(_Pause, "a number of seconds, 0 or more", 5),
+    "server.secret": Setting(
+        _Reference,
+        "env:NAME or file:PATH",
+        "file:/run/secrets/wirecall",
+        relative=_relative_reference,
+        is_secret=True,
+    ),
+    "server.other_secret": Setting(
+        _Reference,
+        "env:NAME or file:PATH",
+        "file:/run/secrets/wirecall-other",
+        relative=_relative_reference,
+        is_secret=True,
+    ),
     "server.hosts": Setting(_Names, "an array of names", ["api.example.com"]),
     "server.origins": Setting(_Names, "an array of names", ["https://app.example.com"]),
     "server.single_user": Setting(bool, "true or false", True),
@@ -594,6 +611,7 @@ def check_config(
         reading.check_ledgers(place, stated)
     reading.check_workers()
     reading.check_auth()
+    reading.check_secrets()
     reading.problems.sort(key=lambda each: each.line or 0)
     config = Config(reading.found, reading.values, reading.members, frozenset(reading.wrong))
     return config, reading.problems
@@ -771,7 +789,7 @@ class _Reading:
             try:
                 self.values[variables[name]] = Value(setting.read(text, is_text=True), name)
             except (msgspec.ValidationError, UsageError):
-                what = f"it must be {setting.expected}, got {_shown(text)}"
+                what = f"it must be {setting.expected}, got {setting.shown(text)}"
                 self.problems.append(Problem(name, what, f"{name}={setting.example}"))
 
     # --- settings that contradict each other ------------------------------------------------------
@@ -792,6 +810,16 @@ class _Reading:
         fix = 'use a ledger that processes share: "sqlite:PATH", "redis://...", "postgresql://..."'
         line = self._line_of("server.workers")
         self.problems.append(Problem(workers.origin, what, fix, line))
+
+    def check_secrets(self) -> None:
+        """Report a secret that only opens, beside none that seals."""
+        other = self.values["server.other_secret"]
+        if other.value is None or self.values["server.secret"].value is not None:
+            return
+        what = "server.other_secret needs server.secret, which signs"
+        fix = SETTINGS["server.secret"].line("secret")
+        line = self._line_of("server.other_secret")
+        self.problems.append(Problem(other.origin, what, fix, line))
 
     def check_auth(self) -> None:
         """Report a section [auth] that lacks what all the others need."""

@@ -342,7 +342,7 @@ def test_show_prints_the_origin_of_each_value_and_hides_passwords(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     write("[limits]\nbatch = 9\n")
-    monkeypatch.setenv("WIRECALL_LEDGER_URL", "redis://me:secret@localhost/0")
+    monkeypatch.setenv("WIRECALL_LEDGER_URL", "redis://me:hunter2@localhost/0")
     rows = {
         row["name"]: row for row in json.loads(invoke("config", "show", "--json").stdout)["result"]
     }
@@ -356,7 +356,7 @@ def test_show_prints_the_origin_of_each_value_and_hides_passwords(
     assert rows["ledger.url"]["from"] == "WIRECALL_LEDGER_URL"
     assert rows["server.workers"]["from"] == "default"
     shown = invoke("config", "show").stdout
-    assert "secret" not in shown
+    assert "hunter2" not in shown
     assert "limits.depth the app's own" in " ".join(shown.split())
 
 

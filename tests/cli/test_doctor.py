@@ -157,6 +157,27 @@ def test_open_address_needs_a_secret_and_production_mode(monkeypatch: pytest.Mon
     assert {level for rows in (found["secret"], found["app"]) for level, _ in rows} == {"ok"}
 
 
+def test_secrets_that_replace_each_other_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the environment, and in files that wirecall.toml names."""
+    monkeypatch.setenv("WIRECALL_SECRET", "0123456789abcdef" * 4)
+    monkeypatch.setenv("WIRECALL_SECRET_OTHER", "old" * 10)
+    found = diagnosis()[1]["secret"]
+    assert [level for level, _ in found] == ["ok", "fail"]
+    assert found[1][1].startswith("WIRECALL_SECRET_OTHER can be guessed")
+    monkeypatch.delenv("WIRECALL_SECRET")
+    monkeypatch.delenv("WIRECALL_SECRET_OTHER")
+    lines = ["[server]", 'secret = "file:new"', 'other_secret = "file:old"', ""]
+    Path("wirecall.toml").write_text("\n".join(lines))
+    Path("new").write_text("fedcba9876543210" * 4)
+    Path("old").write_text("fedcba9876543210" * 4)
+    found = diagnosis()[1]["secret"]
+    assert [level for level, _ in found] == ["ok", "ok", "warn"]
+    assert found[2][1] == "server.secret and server.other_secret are the same"
+    Path("old").unlink()
+    level, what = diagnosis()[1]["secret"][0]
+    assert (level, "has no value" in what) == ("fail", True)
+
+
 @pytest.mark.parametrize(("soft", "level"), [(4096, "ok"), (1024, "warn"), (64, "fail")])
 def test_low_limit_of_open_files_is_reported(
     soft: int, level: str, monkeypatch: pytest.MonkeyPatch

@@ -182,6 +182,23 @@ async def test_session_is_served_by_any_worker() -> None:
     assert (two.ran, stranger.ran) == (["look"], [])
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("old", ["old", "new"]), (["old", "new"], ["new", "old"]), (["new", "old"], "new")],
+)
+async def test_session_is_served_by_both_sides_of_each_step_that_replaces_a_secret(
+    first: str | list[str], second: str | list[str]
+) -> None:
+    for secret, other in ((first, second), (second, first)):
+        lab = Lab(secret=secret)
+        elsewhere = Lab(secret=other)
+        async with over_http(lab.app, R4) as client:
+            there = HttpClient(elsewhere.app.asgi(), R4)
+            message = request("tools/call", {"name": "look"})
+            assert (await there.post(message, client.headers()).started()).status == 200
+        assert elsewhere.ran == ["look"]
+
+
 async def test_id_is_in_use_until_it_is_answered() -> None:
     lab = Lab()
     async with over_http(lab.app, R4) as client:

@@ -6,6 +6,7 @@ import stat
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ SECRET = "s3cret"
 class Station:
     """A relay, and what it receives."""
 
-    def __init__(self, ledger: Ledger, secret: str, path: str = "/mcp") -> None:
+    def __init__(self, ledger: Ledger, secrets: str, path: str = "/mcp") -> None:
+        """`secrets` has several words while a secret is replaced."""
         self.heard: list[Any] = []
         self.hub = Hub()
         self.changes: list[Any] = []
@@ -46,7 +48,8 @@ class Station:
         async def opened() -> Ledger:
             return ledger
 
-        self.relay = Relay(Sealer(secret), opened)
+        secret, *others = secrets.split()
+        self.relay = Relay(Sealer(secret, others=others), opened)
         self.path = path
         self.relay.add(path, Place(self.hub, lambda: True, self._take, self._take))
 
@@ -70,7 +73,8 @@ async def stations(folder: Path, *secrets: str) -> AsyncIterator[list[Station]]:
     sockets = folder / "ledger.db-bus"
 
     async def all_listen() -> bool:
-        return sockets.exists() and len(list(sockets.glob("wirecall-*"))) == len(secrets)
+        count = sum(len(each.split()) for each in secrets)
+        return sockets.exists() and len(list(sockets.glob("wirecall-*"))) == count
 
     await eventually(all_listen)
     try:
@@ -102,6 +106,28 @@ async def test_relay_delivers_messages_once_to_those_with_its_secret(tmp_path: P
         assert (one.heard, stranger.heard) == ([], [])
 
 
+def received(station: Station, ended: EndedSession, change: tuple[str, str]) -> bool:
+    return (ended,) in station.heard and change in station.changes
+
+
+# Two processes at each moment of a replacement.
+ROTATION = [("old", "old new"), ("old new", "new old"), ("new old", "new")]
+
+
+@pytest.mark.parametrize("secrets", ROTATION)
+async def test_relay_reaches_processes_of_the_next_step_while_a_secret_is_replaced(
+    secrets: tuple[str, str], tmp_path: Path
+) -> None:
+    async with stations(tmp_path, *secrets) as both:
+        for number, (one, other) in enumerate((both, both[::-1])):
+            ended = EndedSession("caller", f"id-{number}", 1)
+            change = "updated", f"test://{number}"
+            await one.relay.announce_end("/mcp", ended, 60)
+            one.hub.notify(*change)
+            await other.until(partial(received, other, ended, change))
+            assert await other.relay.is_ended(ended)
+
+
 async def test_relay_sends_changes_that_wait_together_and_once(tmp_path: Path) -> None:
     async with stations(tmp_path, "one", "one") as [one, other]:
         long = "test://" + "x" * 10_000
@@ -121,7 +147,7 @@ async def test_relay_takes_no_message_that_is_not_sealed_with_its_secret(
 ) -> None:
     async with stations(tmp_path, "one", "one") as [one, other]:
         ledger = await open_ledger(f"sqlite:{tmp_path}/ledger.db")
-        channel = other.relay._channel
+        [channel] = other.relay._channels
         ended = EndedSession("ann", "id", 1)
         forged = Sealer("two").seal("relay", "", {"by": "x", "at": "/mcp", "ended": ended}, 60)
         bus = ledger.join(channel, lambda _: None)
@@ -151,15 +177,15 @@ async def test_bus_of_a_file_survives_what_is_in_its_folder(tmp_path: Path) -> N
         os.chdir(folder / "ledger.db-bus")  # the path of a socket is short
         try:
             with socket.socket(socket.AF_UNIX) as dead:
-                dead.bind(f"{one.relay._channel}.1-dead")
+                dead.bind(f"{one.relay._channels[0]}.1-dead")
             silent = socket.socket(socket.AF_UNIX)
-            silent.bind(f"{one.relay._channel}.2-silent")
+            silent.bind(f"{one.relay._channels[0]}.2-silent")
             silent.listen(1)
         finally:
             os.chdir(here)
         await one.relay.pass_on("/mcp", "caller", "token", b"{}")
         await other.until(lambda: bool(other.heard))
-        assert not (folder / "ledger.db-bus" / f"{one.relay._channel}.1-dead").exists()
+        assert not (folder / "ledger.db-bus" / f"{one.relay._channels[0]}.1-dead").exists()
         assert stat.S_IMODE((folder / "ledger.db-bus").stat().st_mode) == 0o700
         silent.close()
 

@@ -20,9 +20,9 @@ from urllib.parse import urlsplit
 import click
 from msgspec import Struct, field
 
-from wirecall.app import App
+from wirecall.app import OTHER_SECRET_VARIABLE, SECRET_VARIABLE, App
 from wirecall.cli.failures import CliError, Exit, failure_of
-from wirecall.cli.targets import DRIVERS, configured, opened_ledger
+from wirecall.cli.targets import DRIVERS, configured, opened_ledger, secrets_of
 from wirecall.cli.terminal import Printer, count_of, json_option, run
 from wirecall.cli.unit import Unit, read_unit
 from wirecall.config import Config, ConfigError, Problem, Value, check_config
@@ -472,35 +472,45 @@ def check_files(_: Subject) -> Iterator[Finding]:
 
 
 def check_secret(config: Subject) -> Iterator[Finding]:
-    secret = os.environ.get("WIRECALL_SECRET")
-    if secret:
-        yield _judged_secret(secret)
-    elif not _is_public(config):
+    secrets = _secrets(config)
+    for name, secret in secrets.items():
+        yield _judged_secret(name, secret)
+    if len(set(secrets.values())) < len(secrets):
+        what = f"{' and '.join(secrets)} are the same"
+        yield Finding("secret", "warn", what, "drop the other one: it changes nothing")
+    if secrets:
+        return
+    if not _is_public(config):
         yield Finding("secret", "ok", "not needed on loopback")
-    else:
-        next_step = "set WIRECALL_SECRET to one random text for all processes and hosts"
-        yield Finding(
-            "secret",
-            "warn",
-            "WIRECALL_SECRET is not set: MCP sessions end with each restart",
-            next_step,
-        )
+        return
+    yield Finding(
+        "secret",
+        "warn",
+        "WIRECALL_SECRET is not set: MCP sessions end with each restart",
+        "set WIRECALL_SECRET to one random text for all processes and hosts",
+    )
 
 
-def _judged_secret(secret: str) -> Finding:
-    next_step = "set WIRECALL_SECRET to the output of: openssl rand -hex 32"
+def _secrets(config: Subject) -> dict[str, str]:
+    """Return the secrets of the server by their names: the one that signs first."""
+    named = (SECRET_VARIABLE, OTHER_SECRET_VARIABLE)
+    found = {name: os.environ[name] for name in named if os.environ.get(name)}
+    if SECRET_VARIABLE in found:
+        return found
+    places = [place for place in ("server.secret", "server.other_secret") if config.get(place)]
+    return dict(zip(places, secrets_of(config), strict=True))
+
+
+def _judged_secret(name: str, secret: str) -> Finding:
+    next_step = f"set {name} to the output of: openssl rand -hex 32"
     if len(secret) < TINY_SECRET or len(set(secret)) < TINY_SECRET // 4:
         length = count_of(len(secret), "character")
-        what = f"WIRECALL_SECRET can be guessed: it has {length}, {len(set(secret))} different"
+        what = f"{name} can be guessed: it has {length}, {len(set(secret))} different"
         return Finding("secret", "fail", what, next_step)
     if len(secret) < SHORT_SECRET:
-        return Finding(
-            "secret",
-            "warn",
-            f"WIRECALL_SECRET is short: it has {len(secret)} characters",
-            next_step,
-        )
-    return Finding("secret", "ok", "WIRECALL_SECRET is set")
+        what = f"{name} is short: it has {len(secret)} characters"
+        return Finding("secret", "warn", what, next_step)
+    return Finding("secret", "ok", f"{name} is set")
 
 
 def check_proxy(config: Subject) -> Iterator[Finding]:

@@ -33,6 +33,8 @@ from wirecall.cli.targets import (
     flags_of,
     ledger_option,
     optional_target_argument,
+    pause,
+    secrets_of,
 )
 from wirecall.cli.watching import PORT, Watching, host_and_port, watching_options
 from wirecall.config import SETTINGS, Config, load_config
@@ -141,6 +143,12 @@ batch_tool_option = click.option(
     type=duration,
     help=f"Time for calls in flight when the server stops. [default: {GRACE:g}s]",
 )
+@click.option(
+    "--drain",
+    type=pause,
+    help="Time after SIGTERM in which the server is not ready and still serves, so that load "
+    "balancers send requests elsewhere. [default: 5s in production, else 0]",
+)
 @ledger_option
 @click.option("--audit", metavar="file:PATH", help="Audit trail.")
 @click.option(
@@ -236,6 +244,7 @@ def serve_command(
             batch_tool=how["batch_tool"],
             stream=config.get("server.stream"),
             auth=auth,
+            secret=secrets_of(config) or None,
             dev=dev,
         )
         # Problems that would otherwise appear only at the first command.
@@ -249,7 +258,7 @@ def serve_command(
             address = f"http://{host}:{port}"
         with watching.of(app, target=named(target, config).text, address=address, audit=audit):
             if way == "http":
-                served = {name: how[name] for name in ("server", "workers", "grace")}
+                served = {name: how[name] for name in ("server", "workers", "grace", "drain")}
                 app.run("http", host=host, port=port, **served)
             else:
                 app.run(
@@ -276,6 +285,8 @@ def _settings(given: Mapping[str, Any], config: Config) -> dict[str, Any]:
         how[name] = value or config.get(place)
     if given["single_user"] is not None:  # `--no-single-user` wins over wirecall.toml, too
         how["single_user"] = given["single_user"]
+    if given["drain"] is not None:  # it may be 0
+        how["drain"] = given["drain"]
     return how
 
 

@@ -21,6 +21,7 @@
 
 import asyncio
 import logging
+import os
 import re
 import sys
 import time
@@ -37,7 +38,7 @@ import click
 from msgspec import Struct
 from msgspec.structs import replace
 
-from wirecall.app import App
+from wirecall.app import SECRET_VARIABLE, App
 from wirecall.cli.apps import load_app, no_file
 from wirecall.cli.failures import CliError, Exit, NotReached, Unreachable, failure_of
 from wirecall.config import Config, load_config, names_module, seconds_of
@@ -450,6 +451,21 @@ async def ready(app: App) -> None:
 Protocol = Literal["rpc", "mcp"]
 
 
+def secrets_of(config: Config) -> list[str]:
+    """Return the secrets that wirecall.toml names, unless the environment has one.
+
+    The first signs.
+    """
+    from wirecall.gateway.references import References  # late: few servers need it
+
+    places = ("server.secret", "server.other_secret")
+    stated = [config.get(place) for place in places if config.get(place)]
+    if os.environ.get(SECRET_VARIABLE):
+        return []
+    references = References()
+    return [references.value(each) for each in stated]
+
+
 def duration(text: str | float) -> float:
     """Convert a time above 0 to seconds: the `type=` of an option."""
     try:
@@ -460,6 +476,13 @@ def duration(text: str | float) -> float:
             "it must be above 0, with or without a unit",
             "30s, 500ms, 2m, 24h",
         ) from None
+
+
+def pause(text: str | float) -> float:
+    """Convert a time to seconds, which may be 0: the `type=` of an option."""
+    if str(text).strip() == "0":
+        return 0.0
+    return duration(text)
 
 
 def moment(text: str | float) -> float:

@@ -44,7 +44,6 @@ from wirecall.ledger.base import LedgerDown, State
 from wirecall.logs import announce, escaped
 from wirecall.mcp.revisions import HANDSHAKE, REVISIONS, STATELESS
 from wirecall.mcp.server.peer import Session
-from wirecall.mcp.server.sessions import Sealer
 from wirecall.mcp.types import LEVELS
 from wirecall.protocol.messages import Arrived, encode
 from wirecall.protocol.sender import ANONYMOUS
@@ -87,7 +86,7 @@ class Gateway(App):
         )
         self.settings = settings
         self._clock = clock
-        self.sealer = Sealer(self._secret)
+        self.sealer = self._sealer()
         self._reaper = Reaper()
         references = settings.references()
         self.upstreams: dict[str, Upstream] = {}

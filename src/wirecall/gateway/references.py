@@ -61,7 +61,7 @@ class References:
             raise UsageError(
                 f"env:{name} has no value.",
                 f"the variable {name} is not set, or empty",
-                f"export {name}=... where the gateway starts",
+                f"export {name}=... where the server starts",
             )
         return found
 

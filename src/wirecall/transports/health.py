@@ -23,10 +23,8 @@ def health_endpoints(ready: Ready | None = None) -> dict[str, Endpoint]:
 
     async def readyz(request: HttpRequest) -> None:
         _check_read(request)
-        reason = None
-        if request.stopping.is_set():
-            reason = "stopping"
-        elif ready is not None:
+        reason = request.leaving
+        if reason is None and ready is not None:
             reason = await ready()
         if reason is None:
             await request.respond(200, b'{"status":"ready"}')

@@ -6,7 +6,9 @@ request, `guard` decides which requests are accepted, and `asgi` and `rsgi` carr
 1. An endpoint ends with an answer or with an exception. `HttpError` is an answer. `Gone` means that
    the client has left and gets no answer. Any other exception is logged and becomes 500 without
    detail, or cuts the stream if one is open.
-2. `stop` sets `HttpRequest.stopping`, and after three quarters of the grace time it cuts the
+2. `drain` keeps serving, but sends clients elsewhere: `/readyz` is 503, and each answer closes its
+   connection. It comes before `stop`.
+3. `stop` sets `HttpRequest.stopping`, and after three quarters of the grace time it cuts the
    remaining streams. In the last quarter the application closes its resources.
 """
 
@@ -28,7 +30,7 @@ from wirecall.transports.guard import Guard
 from wirecall.transports.headers import Headers
 from wirecall.transports.health import PROBES
 from wirecall.transports.refusals import REPORTED, Refusals
-from wirecall.transports.request import Endpoint, HttpError, HttpRequest, Pairs
+from wirecall.transports.request import CLOSE, Endpoint, HttpError, HttpRequest, Pairs
 from wirecall.transports.rsgi import RsgiRequest, RsgiScope, RsgiSocket
 from wirecall.transports.websocket import SocketEndpoint
 
@@ -100,6 +102,9 @@ class HttpServer:
         self._sockets: dict[str, Any] = {**(sockets or {})}
         self.limits = limits or Limits()
         self.stopping = Signal()
+        # Whether clients are sent elsewhere, and what `/readyz` says about it.
+        self._is_draining = False
+        self._unready: str | None = None
         # Whether the server is bound to a loopback address; None: look at each request.
         self.is_loopback: bool | None = None
         self.timeouts = Timeouts()
@@ -150,6 +155,8 @@ class HttpServer:
         task = self._active[request] = asyncio.current_task()
         if self.arrivals.handed:
             self._note_connection(request)
+        if self._is_draining:
+            request.add_headers([CLOSE])
         ids = None
         fields = request.headers.first
         if "x-request-id" in fields or "traceparent" in fields:
@@ -335,6 +342,21 @@ class HttpServer:
             if not self._held[request.holder]:
                 del self._held[request.holder]
 
+    @property
+    def leaving(self) -> str | None:
+        """Why no more requests should come, as `/readyz` says it; None if they may."""
+        return self._unready
+
+    def drain(self, *, is_replaced: bool = False) -> None:
+        """Keep serving, but send clients elsewhere.
+
+        If another process has taken over the address (`is_replaced`), `/readyz` is not changed: it
+        is about the address.
+        """
+        self._is_draining = True
+        if not is_replaced:
+            self._unready = "draining"
+
     def stop(self, grace: float = GRACE) -> None:
         """Ask every stream to end, and cut the remaining ones at three quarters of `grace`.
 
@@ -345,6 +367,9 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         self._deadline = loop.time() + grace
         self._cut_at = loop.time() + grace * 0.75
+        # If another process has the address, `drain` has been called and has left this None.
+        if self._unready is not None or not self._is_draining:
+            self._unready = "stopping"
         self.stopping.set()
         loop.call_at(self._cut_at, self._cut_answers)
 
@@ -383,6 +408,8 @@ class HttpServer:
     async def open(self) -> None:
         """Start, before the first request."""
         self.stopping.clear()
+        self._is_draining = False
+        self._unready = None
         if self._startup is not None:
             await self._startup()
 

@@ -166,6 +166,11 @@ class HttpRequest(ABC):
         return self._server.stopping
 
     @property
+    def leaving(self) -> str | None:
+        """Why no more requests should come to this server, or None."""
+        return self._server.leaving
+
+    @property
     @abstractmethod
     def client(self) -> str | None:
         """The address of the other end of the connection; None if the server does not know it."""

@@ -4,6 +4,7 @@
     startup   `HttpServer.open`, not the lifespan of the servers: the order is the same under both
     serve     until SIGTERM, SIGINT or SIGHUP; in the user's loop (`serve_here`) until its task is
               cancelled
+    drain     after SIGTERM: not ready, but serving (`leaving`)
     stop      accept no new connections; ask streams to end
     cut       every remaining connection after three quarters of the grace time
     shutdown  `HttpServer.aclose`: the application closes its resources
@@ -20,12 +21,11 @@ import contextlib
 import errno
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -36,15 +36,10 @@ from wirecall.logs import announce, is_json, logger
 from wirecall.transports.asgi import Receive, Scope, Send
 from wirecall.transports.headers import is_loopback
 from wirecall.transports.http_server import GRACE, HttpServer
-from wirecall.transports.tcp import FILES, open_sockets
+from wirecall.transports.leaving import REPLACED, SETTLE, Leave, Signals
+from wirecall.transports.tcp import FILES, ignore_handshakes, open_sockets
 from wirecall.transports.websocket import PING_EVERY
-from wirecall.transports.workers import (
-    STOPPING,
-    Workers,
-    log_unused,
-    stopping_signals,
-    unused_signals,
-)
+from wirecall.transports.workers import STOPPING, Workers
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -72,11 +67,12 @@ def serve(
     server: ServerName = "granian",
     workers: int = 1,
     grace: float = GRACE,
+    drain: float = 0.0,
     listening: Callable[[str, str], None] = print_address,
 ) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP, then stop within `grace` seconds and return.
 
-    Port 0 takes a free one.
+    After SIGTERM it serves for `drain` more seconds, and is not ready. Port 0 takes a free one.
 
     `app` is the application, or a function that makes it, called in each worker. `listening`
     receives the address, and the names of the server, its interface and its event loop.
@@ -88,7 +84,7 @@ def serve(
         address, number = kept.getsockname()[:2]
         url = _url(kept)
         if workers == 1:
-            _work(app, host, kept, server, grace, lambda: listening(url, how))
+            _work(app, host, kept, server, grace, drain, lambda: listening(url, how))
             return
 
         def work(serving: Serving) -> None:
@@ -98,9 +94,9 @@ def serve(
             # socket that all workers share, the worker that wakes first accepts every pending
             # connection: 64 at once went to one of four.
             with bind(address, number, again=True) as own:
-                _work(app, host, own, server, grace, serving, parent_process())
+                _work(app, host, own, server, grace, drain, serving, parent_process())
 
-        Workers(work, workers, grace, lambda: listening(url, how)).run()
+        Workers(work, workers, drain + grace, lambda: listening(url, how)).run()
 
 
 async def serve_here(
@@ -169,9 +165,11 @@ async def serve_until(
     *,
     server: ServerName = "granian",
     grace: float = GRACE,
+    drain: float = 0.0,
     stop: asyncio.Event | None = None,
     serving: Serving = lambda: None,
     signals: bool = True,
+    is_worker: bool = False,
 ) -> None:
     """Serve inside a running event loop until a signal, or until `stop` is set.
 
@@ -181,7 +179,7 @@ async def serve_until(
     app.is_loopback = is_loopback(bound.getsockname()[0])
     front = FRONTS[server](app, bound)
     await app.open()
-    caught = _Signals(stop)
+    caught = Signals(stop, is_worker=is_worker)
     running = asyncio.create_task(front.serve(serving))
     try:
         if signals:
@@ -189,6 +187,7 @@ async def serve_until(
         asked = asyncio.create_task(stop.wait())
         await asyncio.wait({running, asked}, return_when=asyncio.FIRST_COMPLETED)
         asked.cancel()
+        await _drain(app, front, running, caught, drain)
         await _stop_in_time(app, front, running, grace)
         if running.done() and not running.cancelled():
             running.result()  # it raises
@@ -227,38 +226,28 @@ async def _stop_in_time(
     await asyncio.wait({running}, timeout=grace * 0.05)
 
 
-class _Signals:
-    """The signals that a server catches in the running loop."""
-
-    def __init__(self, stop: asyncio.Event) -> None:
-        self._stop = stop
-        self._loop = asyncio.get_running_loop()
-        self._caught: list[signal.Signals] = []
-
-    def catch(self) -> None:
-        """Let signals set `stop`, and log those that have no use."""
-        # Fails in a thread and on Windows, where Ctrl+C ends asyncio.run with an exception.
-        with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):
-            for number in stopping_signals():
-                self._loop.add_signal_handler(number, self._ask, number)
-                self._caught.append(number)
-            for number in unused_signals():
-                self._loop.add_signal_handler(number, log_unused, number)
-                self._caught.append(number)
-
-    def release(self, numbers: Collection[signal.Signals] | None = None) -> None:
-        """Catch these signals no more; None stands for all of them."""
-        for number in tuple(self._caught):
-            if numbers is None or number in numbers:
-                self._caught.remove(number)
-                self._loop.remove_signal_handler(number)
-
-    def _ask(self, number: signal.Signals) -> None:
-        # The second Ctrl+C: a person does not want to wait.
-        if number == signal.SIGINT and self._stop.is_set():
-            self._loop.remove_signal_handler(number)
-            signal.raise_signal(number)
-        self._stop.set()
+async def _drain(
+    app: HttpServer,
+    front: "Granian | Uvicorn",
+    running: "asyncio.Task[None]",
+    signals: Signals,
+    seconds: float,
+) -> None:
+    """Send clients elsewhere for some seconds, and then take no more handshakes."""
+    is_replaced = signals.leave is Leave.REPLACED
+    if is_replaced:
+        seconds = REPLACED
+    if signals.leave is Leave.STOP or seconds == 0:
+        return
+    app.drain(is_replaced=is_replaced)
+    hurried = asyncio.create_task(signals.hurried.wait())
+    await asyncio.wait({running, hurried}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    hurried.cancel()
+    # A connection that a listener has not accepted yet is reset when the listener closes. So it
+    # gets no new ones for a moment: their clients knock again, and meet another process.
+    for each in front.listeners():
+        ignore_handshakes(each)
+    await asyncio.wait({running}, timeout=SETTLE)
 
 
 def _work(
@@ -267,6 +256,7 @@ def _work(
     bound: socket.socket,
     server: ServerName,
     grace: float,
+    drain: float,
     serving: Serving,
     parent: "BaseProcess | None" = None,
 ) -> None:
@@ -301,7 +291,16 @@ def _work(
         made.allow_host(host)
         error: Exception | None = None
         try:
-            await serve_until(made, bound, server=server, grace=grace, stop=stop, serving=serving)
+            await serve_until(
+                made,
+                bound,
+                server=server,
+                grace=grace,
+                drain=drain,
+                stop=stop,
+                serving=serving,
+                is_worker=parent is not None,
+            )
         except Exception as failure:
             error = failure
             raise
@@ -455,12 +454,16 @@ class Granian:
         found = not FILES
         while not found:
             await asyncio.sleep(0.001)
-            for each in self._sockets():
-                _tune(each, self._limits.write_time)
-                found = found or bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+            found = any(True for _ in self.listeners())
         for each in self._sockets():
             _tune(each, self._limits.write_time)
         serving()
+
+    def listeners(self) -> Iterator[socket.socket]:
+        """Yield the sockets that accept connections, open until the next one."""
+        for each in self._sockets():
+            if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                yield each
 
     def stop(self) -> None:
         self._server.stop()
@@ -580,6 +583,10 @@ class Uvicorn:
         listener.listen(BACKLOG)
         serving()
         await self._server.serve(sockets=[listener])
+
+    def listeners(self) -> Iterator[socket.socket]:
+        """Yield the socket that accepts connections."""
+        yield self._bound
 
     def stop(self) -> None:
         self._server.should_exit = True

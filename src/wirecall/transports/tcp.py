@@ -7,6 +7,7 @@ address, duplicates it and queries it (`TCP_INFO`, on Linux).
 
 import asyncio
 import contextlib
+import ctypes
 import ipaddress
 import os
 import select
@@ -32,6 +33,19 @@ CLOSED = 7
 
 # struct tcp_info of linux/tcp.h has these bytes since Linux 4.19.
 INFO_BYTES = 216
+
+
+# Of asm-generic/socket.h; Python has no name for it.
+SO_ATTACH_FILTER = 26
+# A program of the kernel's packet filter, over a TCP header: drop a packet with SYN and without ACK.
+# An instruction has a code, two jumps and a number (linux/filter.h).
+NO_HANDSHAKES = (
+    (0x30, 0, 0, 13),  # load the byte with the flags
+    (0x54, 0, 0, 0x12),  # of them, SYN and ACK
+    (0x15, 0, 1, 0x02),  # skip one instruction unless it is SYN alone
+    (0x06, 0, 0, 0),  # take nothing of the packet
+    (0x06, 0, 0, 0xFFFFFFFF),  # take all of it
+)
 
 
 class TcpState(NamedTuple):
@@ -76,6 +90,21 @@ def tcp_state(connection: socket.socket) -> TcpState | None:
         has_end = confirmed > taken
         is_reset = not has_end or connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
     return TcpState(state, taken, min(confirmed, taken), received, is_reset)
+
+
+def ignore_handshakes(listening: socket.socket) -> None:
+    """Let a listening socket complete its handshakes, and begin no new ones.
+
+    The kernel drops their first packet. The client sends it again after a second. If the socket is
+    closed by then, another socket of the same address gets it.
+    """
+    if sys.platform != "linux":
+        return
+    program = b"".join(struct.pack("HBBI", *each) for each in NO_HANDSHAKES)
+    kept = ctypes.create_string_buffer(program)
+    value = struct.pack("HP", len(NO_HANDSHAKES), ctypes.addressof(kept))
+    with contextlib.suppress(OSError):  # it is closed
+        listening.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, value)
 
 
 # --- finding a socket -----------------------------------------------------------------------------

@@ -5,7 +5,8 @@
    server. Each crash doubles the delay before the next start, up to `LONGEST`; after `QUIET`
    seconds without a crash it is `SHORTEST` again.
 3. If the first workers end before they serve, the app cannot start: the parent gives up.
-4. The workers use the grace time themselves. The parent kills the remaining ones a second later.
+4. The workers use the time to stop themselves. The parent kills the remaining ones a second later.
+   It passes on a second signal: then they drain no longer (`leaving`).
 """
 
 import contextlib
@@ -82,12 +83,14 @@ class Worker:
 
 
 class Workers:
-    """Runs `work` in `count` processes until a signal.
+    """Runs `work` in `count` processes until a signal; then they have `patience` seconds to stop.
 
     `work` receives a function to call once it serves.
     """
 
-    def __init__(self, work: Work, count: int, grace: float, serving: Callable[[], None]) -> None:
+    def __init__(
+        self, work: Work, count: int, patience: float, serving: Callable[[], None]
+    ) -> None:
         from multiprocessing import get_all_start_methods, get_context
 
         if "fork" not in get_all_start_methods():
@@ -96,7 +99,8 @@ class Workers:
             )
         self._context: Any = get_context("fork")
         self._work = work
-        self._grace = grace
+        # Seconds that a worker has to stop.
+        self._patience = patience
         # Called once, when all workers serve.
         self._serving = serving
         self._stopping = False
@@ -125,6 +129,10 @@ class Workers:
             raise StartFailed("a worker ended before it could serve; its own message is above")
 
     def _ask(self, *_: object) -> None:
+        if self._stopping:
+            for worker in self._workers:
+                if worker.process is not None:
+                    worker.process.terminate()
         self._stopping = True
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
@@ -208,7 +216,7 @@ class Workers:
         processes = [worker.process for worker in self._workers if worker.process is not None]
         for process in processes:
             process.terminate()
-        deadline = time.monotonic() + self._grace + 1
+        deadline = time.monotonic() + self._patience + 1
         for process in processes:
             process.join(max(deadline - time.monotonic(), 0))
             if process.is_alive():

@@ -123,6 +123,8 @@ class Place(Struct):
 class Relay:
     """One process among those with the same secret and ledger.
 
+    While a secret is replaced, it writes to the channel of its first secret, and reads those of all.
+
     If it has no `ledger`, it is alone and sends nothing.
     """
 
@@ -132,9 +134,10 @@ class Relay:
         self.is_shared = ledger is not None
         self._sealer = sealer
         self._open_ledger = ledger
-        self._channel = f"wirecall-{sealer.name}"
+        self._channels = [f"wirecall-{name}" for name in sealer.names]
         self._places: dict[str, Place] = {}
-        self._bus: Bus | None = None
+        # One for each channel, once this process has joined.
+        self._buses: list[Bus] = []
         # Names this process among the others. Workers are copies of one process, so it has a name
         # when it opens.
         self._process = ""
@@ -182,9 +185,9 @@ class Relay:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        if self._bus is not None:
-            await self._bus.aclose()
-            self._bus = None
+        for bus in self._buses:
+            await bus.aclose()
+        self._buses = []
 
     # --- messages to the others -------------------------------------------------------------------
 
@@ -208,19 +211,22 @@ class Relay:
         if self._open_ledger is None:
             return False
         ledger = await self._open_ledger()
-        mark = await ledger.marked(self._channel, _mark_of(session))
-        # Another program that can write to the ledger must not end sessions.
-        return mark is not None and self._opened(mark.content.decode()) is not None
+        for channel in self._channels:
+            mark = await ledger.marked(channel, _mark_of(session))
+            # Another program that can write to the ledger must not end sessions.
+            if mark is not None and self._opened(mark.content.decode()) is not None:
+                return True
+        return False
 
     async def _keep(self, name: str, message: JsonObject, lasts: float) -> None:
         assert self._open_ledger is not None
         sealed = self._seal({"name": name, **message}, max(lasts, LIFETIME))
         ledger = await self._open_ledger()
         self._taken[name] = asyncio.get_running_loop().time()
-        await ledger.mark(self._channel, Mark(name, sealed.encode()), lasts)
-        if self._bus is not None:
+        await ledger.mark(self._channels[0], Mark(name, sealed.encode()), lasts)
+        if self._buses:
             with suppress(LedgerDown):  # the others look for the mark
-                await self._bus.send(sealed if len(sealed) <= MAX_MESSAGE else LOOK)
+                await self._buses[0].send(sealed if len(sealed) <= MAX_MESSAGE else LOOK)
 
     def _seal(self, message: JsonObject, lasts: float) -> str:
         return self._sealer.seal("relay", "", {"by": self._process, **message}, lasts)
@@ -232,11 +238,11 @@ class Relay:
             return
         self._pending[change] = None
         is_sending = self._sending is not None and not self._sending.done()
-        if self._bus is not None and not is_sending:
+        if self._buses and not is_sending:
             self._sending = start(asyncio.get_running_loop(), self._send_changes())
 
     async def _send_changes(self) -> None:
-        while self._pending and self._bus is not None:
+        while self._pending and self._buses:
             changes = list(self._pending)
             sealed = self._seal({"changes": changes}, LIFETIME)
             while len(sealed) > MAX_MESSAGE and len(changes) > 1:
@@ -246,7 +252,7 @@ class Relay:
                 del self._pending[change]
             try:
                 if len(sealed) <= MAX_MESSAGE:
-                    await self._bus.send(sealed)
+                    await self._buses[0].send(sealed)
                 else:  # a URI that is too long for the bus
                     name = os.urandom(12).hex()
                     await self._keep(name, {"changes": changes}, KEPT)
@@ -269,7 +275,8 @@ class Relay:
                     )
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST)
-        self._bus = ledger.join(self._channel, self._receive)
+        joined = [ledger.join(channel, self._receive) for channel in self._channels]
+        self._buses = [bus for bus in joined if bus is not None]
         await self._send_changes()
         while True:
             with suppress(TimeoutError):
@@ -290,10 +297,10 @@ class Relay:
     async def _look(self, ledger: Ledger) -> None:
         """Take the marks since the last look that were not taken yet."""
         now = asyncio.get_running_loop().time()
-        marks = await ledger.marks(self._channel, now - self._looked_at + OVERLAP)
-        for mark in marks:
-            if mark.name not in self._taken:
-                self._take(mark.content.decode())
+        for channel in self._channels:
+            for mark in await ledger.marks(channel, now - self._looked_at + OVERLAP):
+                if mark.name not in self._taken:
+                    self._take(mark.content.decode())
         self._looked_at = now
         self._taken = {
             name: taken_at for name, taken_at in self._taken.items() if taken_at > now - 2 * OVERLAP

@@ -13,7 +13,7 @@ import hmac
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Container, Iterator
+from collections.abc import Awaitable, Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -305,7 +305,7 @@ _decode_sealed = msgspec.json.Decoder(Sealed).decode
 
 
 class Sealer:
-    """Seals and opens strings with one secret.
+    """Seals strings with the first of its secrets, and opens those of any.
 
     They are session ids, and the states of calls that take several rounds. A sealed string is
     `payload.signature`, both in base64url. An attacker may have written a string that a client
@@ -313,10 +313,16 @@ class Sealer:
     for, and its age. The payload is not secret: it holds only values that the caller may see.
     """
 
-    def __init__(self, secret: str | bytes, clock: Callable[[], float] = time.time) -> None:
-        self._key = hashlib.sha256(secret.encode() if isinstance(secret, str) else secret).digest()
-        # Does not reveal the secret.
-        self.name = hashlib.sha256(b"name" + self._key).hexdigest()[:12]
+    def __init__(
+        self,
+        secret: str | bytes,
+        clock: Callable[[], float] = time.time,
+        *,
+        others: Sequence[str] = (),
+    ) -> None:
+        self._keys = tuple(map(_key_of, (secret, *others)))
+        # One for each secret. They do not reveal it.
+        self.names = tuple(hashlib.sha256(b"name" + key).hexdigest()[:12] for key in self._keys)
         self.clock = clock
 
     def seal(self, use: str, caller: str, value: object, lifetime: float) -> str:
@@ -326,7 +332,7 @@ class Sealer:
         payload = msgspec.json.encode(
             Sealed(use, _digest(caller), until, os.urandom(12).hex(), raw)
         )
-        return _written(payload, hmac.digest(self._key, payload, "sha256"))
+        return _written(payload, hmac.digest(self._keys[0], payload, "sha256"))
 
     def open(self, use: str, caller: str, sealed: str) -> Sealed | None:
         """Return the content of a sealed string.
@@ -345,12 +351,19 @@ class Sealer:
             return None
         # `compare_digest` takes the same time for every wrong signature, so the time does not help
         # to guess one.
-        if not hmac.compare_digest(hmac.digest(self._key, payload, "sha256"), signature):
+        if not any(
+            hmac.compare_digest(hmac.digest(key, payload, "sha256"), signature)
+            for key in self._keys
+        ):
             return None
         found = _decode_sealed(payload)
         if found.use != use or found.caller != _digest(caller) or found.until < self.clock():
             return None
         return found
+
+
+def _key_of(secret: str | bytes) -> bytes:
+    return hashlib.sha256(secret.encode() if isinstance(secret, str) else secret).digest()
 
 
 def _digest(caller: str) -> bytes:

@@ -1,0 +1,120 @@
+"""How a server leaves: the signals that stop it, and the time before its listeners close.
+
+| Signal | While it serves | While it drains | While it stops |
+| --- | --- | --- | --- |
+| SIGTERM | drain, then stop | stop now | - |
+| SIGINT (Ctrl-C) | stop | stop now | end at once |
+| SIGHUP | reload, where that is possible; else stop | - | - |
+| SIGUSR1, SIGUSR2 | logged | logged | logged |
+
+While a server drains, `/readyz` is 503 and everything else is served, so that a load balancer sends
+requests elsewhere before there is nothing that takes them. A server that another process has
+replaced drains too, and stays ready: the address is served.
+
+SIGHUP also means that the terminal was closed. Then it stops the server.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Collection
+from enum import Enum
+
+from wirecall.transports.workers import HANG_UP, log_unused, stopping_signals, unused_signals
+
+# Seconds in which the answers of a server that was replaced send their clients to the new one.
+REPLACED = 1.0
+# Seconds between the last handshake of a listener and its end.
+SETTLE = 0.1
+
+
+class Leave(Enum):
+    """Why a server leaves."""
+
+    # Balancers have to hear about it first.
+    DRAIN = "drain"
+    # Another process serves the address.
+    REPLACED = "replaced"
+    # At once, with grace for the calls in flight.
+    STOP = "stop"
+
+
+def has_terminal() -> bool:
+    """Return whether this process has a terminal that is open."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+class Signals:
+    """The signals that a server catches in the running loop.
+
+    `reload` is called for SIGHUP; without it, SIGHUP stops the server. A worker gets SIGHUP when it
+    was replaced (`is_worker`).
+    """
+
+    def __init__(
+        self,
+        stop: asyncio.Event,
+        reload: Callable[[], None] | None = None,
+        *,
+        is_worker: bool = False,
+    ) -> None:
+        self.leave = Leave.STOP
+        # Set when the server must not drain any longer.
+        self.hurried = asyncio.Event()
+        self._stop = stop
+        self._reload = reload
+        self._is_worker = is_worker
+        self._had_terminal = has_terminal()
+        self._loop = asyncio.get_running_loop()
+        self._caught: list[signal.Signals] = []
+
+    def catch(self) -> None:
+        """Let signals stop or reload the server, and log those that have no use."""
+        # Fails in a thread and on Windows, where Ctrl+C ends asyncio.run with an exception.
+        with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):
+            for number in stopping_signals():
+                self._loop.add_signal_handler(number, self._ask, number)
+                self._caught.append(number)
+            for number in unused_signals():
+                self._loop.add_signal_handler(number, log_unused, number)
+                self._caught.append(number)
+
+    def release(self, numbers: Collection[signal.Signals] | None = None) -> None:
+        """Catch these signals no more; None stands for all of them."""
+        for number in tuple(self._caught):
+            if numbers is None or number in numbers:
+                self._caught.remove(number)
+                self._loop.remove_signal_handler(number)
+
+    def replaced(self) -> None:
+        """Leave to another process that serves the address."""
+        if not self._stop.is_set():
+            self.leave = Leave.REPLACED
+            self._stop.set()
+
+    def _ask(self, number: signal.Signals) -> None:
+        if number == HANG_UP:
+            self._hang_up()
+        elif not self._stop.is_set():
+            if number == signal.SIGTERM:
+                self.leave = Leave.DRAIN
+            self._stop.set()
+        elif self.leave is not Leave.STOP and not self.hurried.is_set():
+            self.hurried.set()
+        elif number == signal.SIGINT:
+            # The second Ctrl+C: a person does not want to wait.
+            self._loop.remove_signal_handler(number)
+            signal.raise_signal(number)
+
+    def _hang_up(self) -> None:
+        if self._is_worker:
+            self.replaced()
+        elif self._reload is None or (self._had_terminal and not has_terminal()):
+            self._stop.set()
+        elif not self._stop.is_set():
+            self._reload()

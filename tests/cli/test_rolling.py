@@ -1,0 +1,186 @@
+"""Servers that are replaced one after another behind a load balancer that asks `/readyz`.
+
+Every call has exactly one effect, and is answered: no error, whatever the speed.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from asyncio.subprocess import Process
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.balancer import PATIENCE, Balancer, Connection, connect
+from tests.calls import call, read
+from tests.ports import free_port
+from tests.size import sized
+
+APP = """
+import asyncio
+import os
+from wirecall import App
+
+app = App("effects")
+
+@app.command(key="auto")
+async def take(order: str) -> str:
+    fd = os.open("effects", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(fd, f"{order}\\n".encode())  # one line, one write: whole, whoever else writes
+    os.close(fd)
+    await asyncio.sleep(0.005)
+    return order
+"""
+# Clients that call at the same time, and how often each server is replaced.
+CLIENTS = 8
+ROUNDS = sized(small=1, full=4)
+CASES = [("granian", 2), ("uvicorn", 1), ("granian", 1), ("uvicorn", 2), ("granian-asgi", 2)]
+PRODUCTION = {"WIRECALL_MODE": "production", "WIRECALL_SECRET": "0123456789abcdef" * 4}
+
+
+class Server:
+    """`wirecall serve` on one port, and its successors there."""
+
+    def __init__(self, folder: Path, port: int, *words: str) -> None:
+        self.port = port
+        self._folder = folder
+        self._words = words
+        self._process: Process | None = None
+
+    async def start(self) -> None:
+        words = ["-m", "wirecall", "serve", "effects.py", "--http", f"127.0.0.1:{self.port}"]
+        words += ["--ledger", "sqlite:ledger.db", "--grace", "20s", *self._words]
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, *words, cwd=self._folder, env={**os.environ, **PRODUCTION}
+        )
+
+    def send(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    async def ended(self) -> int:
+        assert self._process is not None
+        async with asyncio.timeout(PATIENCE):
+            return await self._process.wait()
+
+    async def close(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+
+
+@asynccontextmanager
+async def servers(folder: Path, count: int, *words: str) -> AsyncIterator[list[Server]]:
+    (folder / "effects.py").write_text(APP)
+    started = [Server(folder, free_port(), *words) for _ in range(count)]
+    try:
+        for each in started:
+            await each.start()
+        yield started
+    finally:
+        for each in started:
+            await each.close()
+
+
+def effects(folder: Path) -> Counter[str]:
+    return Counter((folder / "effects").read_text().split())
+
+
+async def client(number: int, balancer: Balancer, stop: asyncio.Event) -> list[str]:
+    """Call until the end, half of the time with a key; return the orders."""
+    orders: list[str] = []
+    while not stop.is_set():
+        order = f"{number}-{len(orders)}"
+        key = f"key-{order}" if len(orders) % 2 else None
+        answer = await balancer.post(call("take", {"order": order}), key)
+        assert (answer.status, read(answer.body).get("result")) == (200, order), answer
+        orders.append(order)
+    return orders
+
+
+async def replace(server: Server, balancer: Balancer) -> None:
+    server.send(signal.SIGTERM)
+    await balancer.until(server.port, is_ready=False)
+    assert await server.ended() == 0
+    await server.start()
+    await balancer.until(server.port, is_ready=True)
+
+
+@pytest.mark.parametrize(("kind", "workers"), sized(small=CASES[:2], full=CASES))
+async def test_servers_are_replaced_without_an_error(
+    kind: str, workers: int, tmp_path: Path
+) -> None:
+    words = ["--server", kind, "--workers", str(workers), "--drain", "1s"]
+    async with servers(tmp_path, 2, *words) as both:
+        balancer = Balancer([each.port for each in both])
+        stop = asyncio.Event()
+        async with balancer.watching(), asyncio.TaskGroup() as group:
+            for each in both:
+                await balancer.until(each.port, is_ready=True)
+            clients = [
+                group.create_task(client(number, balancer, stop)) for number in range(CLIENTS)
+            ]
+            for _ in range(ROUNDS):
+                for each in both:
+                    await replace(each, balancer)
+            stop.set()
+        orders = [order for each in clients for order in each.result()]
+    assert effects(tmp_path) == dict.fromkeys(orders, 1)
+    assert all(balancer.counts[each.port] for each in both)
+
+
+# --- the drain of one server ----------------------------------------------------------------------
+
+READY = b"GET /readyz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+async def until_ready(server: Server) -> Connection:
+    balancer = Balancer([server.port])
+    async with balancer.watching():
+        await balancer.until(server.port, is_ready=True)
+    return await connect(server.port)
+
+
+@pytest.mark.parametrize("kind", ["granian", "uvicorn", "granian-asgi"])
+async def test_drain_keeps_serving_but_is_not_ready_and_closes_connections(
+    kind: str, tmp_path: Path
+) -> None:
+    """It ends when a second SIGTERM says so, long before its time."""
+    async with servers(tmp_path, 1, "--server", kind, "--drain", "1h") as (server,):
+        kept = await until_ready(server)
+        assert (await kept.ask(READY)).status == 200
+        server.send(signal.SIGTERM)
+        balancer = Balancer([server.port])
+        balancer.ready[server.port].set()
+        async with balancer.watching():
+            await balancer.until(server.port, is_ready=False)
+        answer = await kept.ask(READY)
+        assert (answer.status, read(answer.body)["reason"]) == (503, "draining")
+        assert answer.headers["connection"] == "close"
+        assert await kept.reader.read() == b""
+        kept.close()
+        new = await connect(server.port)
+        body = call("take", {"order": "late"})
+        head = f"POST /rpc HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+        taken = await new.ask(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+        assert read(taken.body)["result"] == "late"
+        new.close()
+        server.send(signal.SIGTERM)
+        assert await server.ended() == 0
+
+
+@pytest.mark.parametrize("words", [("--drain", "0"), ("--drain", "1h", "--workers", "2")])
+async def test_drain_does_not_delay_the_end_of_a_server_that_must_not_wait(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
+    """`--drain 0`, or Ctrl-C, which a terminal sends to the whole group."""
+    async with servers(tmp_path, 1, *words) as (server,):
+        (await until_ready(server)).close()
+        server.send(signal.SIGTERM)
+        if "1h" in words:
+            server.send(signal.SIGTERM)
+        assert await server.ended() == 0
