@@ -37,7 +37,7 @@ from wirecall.gateway.offers import NAMED
 from wirecall.gateway.origins import origin_of
 from wirecall.gateway.session import UpstreamSession, Wishes
 from wirecall.gateway.settings import GatewaySettings, UpstreamSettings
-from wirecall.gateway.state import probe, state_of, tool_of
+from wirecall.gateway.state import probe, reason_of, state_of, tool_of
 from wirecall.gateway.upstream import REAL, Places, Upstream
 from wirecall.gateway.wire import request
 from wirecall.ledger.base import LedgerDown, State
@@ -468,7 +468,8 @@ class Gateway(App):
             tools = await self.entries(upstream, "tools", "", Session(HANDSHAKE[-1]))
             announce(escaped(f"{upstream.name}: ready, {len(tools)} tools"))
         except (RpcError, CallFailed) as error:
-            announce(escaped(f"{upstream.name}: {error}"))
+            reason = reason_of(error).removeprefix(f"{upstream.name}: ")
+            announce(escaped(f"{upstream.name}: {reason}"))
 
     # --- serving ----------------------------------------------------------------------------------
 

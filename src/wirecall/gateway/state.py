@@ -94,8 +94,15 @@ async def probe(gateway: "Gateway", upstream: "Upstream") -> JsonObject:
     except TimeoutError:
         return {"ok": False, "error": f"no answer within {PROBE_TIME:g} s", "ms": _ms(began)}
     except (RpcError, CallFailed) as error:
-        return {"ok": False, "error": str(error), "ms": _ms(began)}
+        return {"ok": False, "error": reason_of(error), "ms": _ms(began)}
     return {"ok": True, "tools": count, "ms": _ms(began)}
+
+
+def reason_of(error: RpcError | CallFailed) -> str:
+    """Return why an upstream does not answer, in one sentence."""
+    if isinstance(error, RpcError) and isinstance(error.data, dict):
+        return str(error.data.get("reason", error))
+    return str(error)
 
 
 def _ms(began: float) -> float:
