@@ -103,6 +103,50 @@ def record(key: str, state: str = "unknown", **facts: Any) -> dict[str, Any]:
     }
 
 
+def upstream(name: str, **facts: Any) -> dict[str, Any]:
+    """Return a server behind a gateway."""
+    return {
+        "name": name,
+        "up": True,
+        "since": "2026-09-21T14:00:00Z",
+        "label": f"{name}.3f9a0c",
+        "transport": "stdio",
+        "revisions": ["2025-11-25"],
+        "client_revisions": ["2025-11-25", "2026-07-28"],
+        "sessions": 1,
+        "pids": [4711],
+        "age_s": 3725.0,
+        "starts": 1,
+        "in_flight": 2,
+        "limit": 32,
+        "queued": 0,
+        "breaker": "closed",
+        "breaker_left_s": 0.0,
+        "reason": None,
+        "stderr": [f"{name}: listening on stdio", f"{name}: 3 tools"],
+        "calls": 812,
+        "errors": 9,
+        "total_ms": 9744.0,
+        "p50_ms": 12.0,
+        "p95_ms": 60.0,
+        "tools": [
+            {
+                "name": "search",
+                "kind": "query",
+                "recorded": False,
+                "annotations": {"readOnlyHint": True, "openWorldHint": True},
+            },
+            {
+                "name": "delete_repository",
+                "kind": "command",
+                "recorded": True,
+                "annotations": {"readOnlyHint": False, "destructiveHint": True},
+            },
+        ],
+        **facts,
+    }
+
+
 class ScriptedSource:
     """Facts in memory. `push` sends rows to every open feed."""
 
@@ -112,6 +156,9 @@ class ScriptedSource:
         self.records: dict[str, dict[str, Any]] = {}
         self.bodies: dict[str, Any] = {}
         self.originals: dict[str, str] = {}
+        self.lines: dict[str, list[dict[str, Any]]] = {}
+        # The servers behind it, by name; with some it is a gateway.
+        self.servers: dict[str, dict[str, Any]] = {}
         self.actions: list[tuple[str, str, str, str]] = []
         self.attempts: list[dict[str, Any]] = []
         self.trail: list[dict[str, Any]] = []
@@ -226,6 +273,9 @@ class ScriptedSource:
             "record": None,
             "batch": found["batch"],
             "original": self.originals.get(id),
+            "replays": [later for later, first in self.originals.items() if first == id],
+            "lines": self.lines.get(id, []),
+            "can_try": not self.servers,
             "commands": {
                 "cli": f"wirecall call http://127.0.0.1:8420/rpc {found['method']}",
                 "python": "await client.call(...)",
@@ -335,6 +385,33 @@ class ScriptedSource:
     async def verify_audit(self) -> Any:
         return {"ok": True, "lines": len(self.trail), "at": AT, "problems": []}
 
+    async def export_audit(self, filter: str = "") -> AsyncIterator[bytes]:
+        if not self.trail:
+            raise NotFound("audit trail")
+        for line in self.trail:
+            text = json.dumps(line)
+            if filter in text:
+                yield text.encode() + b"\n"
+
+    async def upstreams(self) -> Any:
+        return {
+            "at": AT,
+            "is_gateway": bool(self.servers),
+            "upstreams": list(self.servers.values()),
+        }
+
+    async def upstream(self, name: str) -> Any:
+        if name not in self.servers:
+            raise NotFound(f"upstream {name}")
+        return self.servers[name]
+
+    async def probe(self, name: str, *, actor: str) -> Any:
+        found = await self.upstream(name)
+        self.actions.append((actor, "probe", name, "ok"))
+        if found["breaker"] == "open":
+            return {"ok": False, "error": found["reason"], "ms": 1.5, "upstream": found}
+        return {"ok": True, "tools": len(found["tools"]), "ms": 4.5, "upstream": found}
+
     async def settings(self) -> Any:
         return {
             "name": "shop",
@@ -359,6 +436,8 @@ class ScriptedSource:
         self._watchers.add(queue)
         self.watched.set()
         try:
+            if self.servers:
+                yield FeedEvent("numbers", {"is_gateway": True, "unknown": 0})
             if after is not None:
                 epoch, _, number = after.rpartition("-")
                 missed = [each for each in self.rows if each["n"] > int(number)]

@@ -2,13 +2,14 @@
 
 from typing import Any
 
-from tests.console.scripted import AT, ScriptedSource, record, row
+from tests.console.scripted import AT, ScriptedSource, record, row, upstream
 
 BATCH = "a1b2c3-B4"
 # Every page.
 PAGES = [
     *("/", "/calls", "/calls/a1b2c3-3", f"/batches/{BATCH}", f"/batches/{BATCH}?view=table"),
     *("/ledger", "/ledger/RECORD", "/methods", "/methods/charge/try", "/audit", "/settings"),
+    *("/upstreams", "/upstreams/github", "/upstreams/calendar"),
 ]
 
 # Method, when its work begins, the ms of its key check and of its run, and what it refers to.
@@ -126,6 +127,10 @@ def shop() -> ScriptedSource:
         "cut": False,
     }
     source.originals["a1b2c3-47"] = "a1b2c3-46"
+    source.lines["a1b2c3-3"] = [
+        {"at": AT + 3, "level": "INFO", "logger": "shop", "text": "order 7: 110 cents"},
+        {"at": AT + 3.02, "level": "WARNING", "logger": "shop.bank", "text": "slow: 29 ms"},
+    ]
     source.trail = [
         {
             "number": number,
@@ -142,6 +147,40 @@ def shop() -> ScriptedSource:
         for number in range(1, 13)
     ]
     return source
+
+
+def servers() -> dict[str, dict[str, Any]]:
+    """Return the servers behind a gateway: three of them, one is down."""
+    reason = "node cannot be started: it ended 5 times within a minute, with exit code 1"
+    down: dict[str, Any] = {
+        "up": False,
+        "breaker": "open",
+        "breaker_left_s": 7.4,
+        "reason": reason,
+        "pids": [],
+        "age_s": None,
+        "revisions": [],
+        "client_revisions": [],
+        "sessions": 0,
+        "starts": 5,
+        "in_flight": 0,
+        "calls": 0,
+        "errors": 0,
+        "stderr": ["Error: connect ECONNREFUSED 127.0.0.1:5432", "    at TCPConnectWrap"],
+        "tools": [],
+    }
+    web: dict[str, Any] = {"transport": "http", "pids": [], "age_s": None, "starts": 0}
+    return {
+        "github": upstream("github"),
+        "calendar": upstream("calendar", **down),
+        "search": upstream("search", **web, stderr=[], revisions=["2026-07-28"]),
+    }
+
+
+def address(source: ScriptedSource, page: str) -> str:
+    """Return the address of a page. For those of a gateway, the source becomes one."""
+    source.servers = servers() if page.startswith("/upstreams") else {}
+    return page.replace("RECORD", first_record(source))
 
 
 def first_record(source: ScriptedSource) -> str:

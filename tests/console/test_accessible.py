@@ -7,7 +7,7 @@ import pytest
 
 from tests.console.browser import Console, Looker, until
 from tests.console.scripted import ScriptedSource
-from tests.console.shop import PAGES, first_record
+from tests.console.shop import PAGES, address
 from tests.mcp.node import installed
 
 if TYPE_CHECKING:
@@ -54,11 +54,11 @@ def test_accessible_pages(
     page = looker.open(console, color_scheme=theme, bypass_csp=True)
     found = {}
     for path in PAGES:
-        visit(page, path.replace("RECORD", first_record(source)))
+        visit(page, address(source, path))
         page.locator("main h1").wait_for()
         until(page, "!document.body.textContent.includes('Reading…')")
         found[path] = violations(page, axe)
-    visit(page, f"/ledger/{first_record(source)}")
+    visit(page, address(source, "/ledger/RECORD"))
     page.get_by_role("button", name="Resolve…").click()
     page.get_by_role("radio", name="It happened").check()
     found["resolve"] = violations(page, axe)

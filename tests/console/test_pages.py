@@ -9,7 +9,7 @@ import pytest
 
 from tests.console.browser import PATIENCE, Console, Looker, until
 from tests.console.scripted import AT, ScriptedSource, row
-from tests.console.shop import BATCH, CRITICAL, ENTRIES, PAGES, first_record
+from tests.console.shop import BATCH, CRITICAL, ENTRIES, PAGES, address, first_record, servers
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -260,6 +260,54 @@ def test_page_batch_only_failed(looker: Looker, console: Console) -> None:
     page.locator("a.entry.failed", has_text="label").wait_for()
 
 
+def long_batch(size: int) -> dict[str, Any]:
+    """Return a batch in which at most four entries run at once."""
+    entries = []
+    for position in range(size):
+        begin = position // 4 * 2.0
+        facts = {"batch": LONG, "position": position, "size": size, "ms": begin + 2.0}
+        entries.append(
+            {
+                "position": position,
+                "row": row(1000 + position, **facts),
+                "phases": [
+                    {"name": "waited", "start_ms": 0.0, "ms": begin},
+                    {"name": "ran", "start_ms": begin, "ms": 2.0},
+                ],
+                "refs": [],
+                "critical": position % 4 == 0,
+            }
+        )
+    whole = {"whole": True, "missing": 0, "entries": entries}
+    facts = {"id": LONG, "at": AT, "bytes": 9_000, "caller": None, "concurrency": 4}
+    return {**facts, **whole, "size": size, "ms": size / 2}
+
+
+LONG = "a1b2c3-B9"
+
+
+def test_page_batch_of_many_entries_draws_a_window_and_an_overview_of_all(
+    looker: Looker, console: Console, source: ScriptedSource
+) -> None:
+    source.batches[LONG] = long_batch(450)
+    page = looker.open(console, f"/batches/{LONG}")
+    page.get_by_text("Rows 1 to 200 of 450").wait_for()
+    assert page.locator(".waterfall a.entry").count() == 200
+    # The overview has the steps of every entry: it ends where the last one does.
+    drawn = page.locator("path.overview").get_attribute("d") or ""
+    assert page.get_by_text("at once: 4 of 4").count() == 1
+    ends = [float(each) for each in re.findall(r"H([0-9.]+)", drawn)]
+    last = page.locator("line.grid").last.get_attribute("x1")
+    assert max(ends) >= float(last or 0) > 0
+    page.get_by_role("button", name="Later rows").click()
+    page.get_by_text("Rows 201 to 400 of 450").wait_for()
+    page.get_by_role("button", name="Later rows").click()
+    page.get_by_text("Rows 251 to 450 of 450").wait_for()
+    page.locator("a.entry[data-position='449']").wait_for()
+    assert page.locator(".waterfall a.entry").count() == 200
+    assert page.locator("path.overview").get_attribute("d") == drawn
+
+
 # --- ledger ---------------------------------------------------------------------------------------
 
 
@@ -367,7 +415,7 @@ def test_page_try_form_keeps_the_text(
     )
     until(page, "document.getElementById('params').value", expected)
     page.get_by_role("button", name="Send").click()
-    page.get_by_text("ran in").wait_for()
+    page.get_by_text("▸ ran in").wait_for()
     assert source.attempts[-1]["params"] == expected
     key = source.attempts[-1]["key"]
     assert key.startswith("try-")
@@ -376,7 +424,7 @@ def test_page_try_form_keeps_the_text(
     assert source.attempts[-1]["key"] == key
     page.get_by_role("button", name="New key").click()
     page.get_by_role("button", name="Send").click()
-    page.get_by_text("ran in").wait_for()
+    page.get_by_text("▸ ran in").wait_for()
     assert source.attempts[-1]["key"] != key
 
 
@@ -432,6 +480,65 @@ def test_page_audit_verifies(looker: Looker, console: Console) -> None:
     until(page, "document.querySelectorAll('tbody tr').length === 1")
 
 
+def test_page_audit_exports_every_line_that_fits(looker: Looker, console: Console) -> None:
+    page = looker.open(console, "/audit?filter=order-1")
+    page.locator("tbody tr").nth(3).wait_for()
+    with page.expect_download() as saving:
+        page.get_by_role("button", name="Export as NDJSON").click()
+    assert saving.value.suggested_filename == "audit.jsonl"
+    lines = [json.loads(line) for line in saving.value.path().read_text().splitlines()]
+    assert [line["key"] for line in lines] == ["order-1", "order-10", "order-11", "order-12"]
+    page.get_by_text("The lines that fit are saved.").wait_for()
+
+
+def test_page_call_shows_its_log_and_its_repetitions(looker: Looker, console: Console) -> None:
+    page = looker.open(console, "/calls/a1b2c3-3")
+    page.locator("table.log tbody tr").nth(1).wait_for()
+    assert page.locator("table.log tbody tr").last.locator("td").all_inner_texts()[1:] == [
+        "WARNING",
+        "shop.bank",
+        "slow: 29 ms",
+    ]
+    page.goto(f"{console.url}/calls/a1b2c3-46")
+    page.get_by_role("link", name="a1b2c3-47").click()
+    page.get_by_role("link", name="a1b2c3-46").wait_for()
+    page.get_by_text("No log record of this call is kept").wait_for()
+
+
+def test_page_upstreams_leads_to_the_one_that_is_down(
+    looker: Looker, console: Console, source: ScriptedSource
+) -> None:
+    source.servers = servers()
+    page = looker.open(console)
+    # A gateway has upstreams in place of methods.
+    page.get_by_role("navigation").get_by_role("link", name="Upstreams").click()
+    assert page.get_by_role("navigation").get_by_role("link", name="Methods").count() == 0
+    line = page.locator("tbody tr", has_text="calendar")
+    line.get_by_text("down, tried again in 8 s").wait_for()
+    assert page.get_by_text("it ended 5 times within a minute").count() == 1
+    line.get_by_role("link", name="calendar").click()
+    page.wait_for_url("**/upstreams/calendar")
+    page.get_by_label("stderr").get_by_text("ECONNREFUSED").wait_for()
+    page.get_by_role("button", name="Probe").click()
+    page.get_by_text("it ended 5 times within a minute").nth(1).wait_for()
+    assert source.actions[-1][1:3] == ("probe", "calendar")
+
+
+def test_page_upstream_shows_its_tools_and_probes_by_a_key(
+    looker: Looker, console: Console, source: ScriptedSource
+) -> None:
+    source.servers = servers()
+    page = looker.open(console, "/upstreams/github")
+    tools = page.locator("table.tools tbody tr")
+    tools.nth(1).wait_for()
+    assert tools.last.locator("td").all_inner_texts()[:3] == ["delete_repository", "command", "yes"]
+    assert "destructive" in tools.last.locator(".badge").all_inner_texts()
+    page.keyboard.press("x")
+    page.get_by_text("✓ answered after").wait_for()
+    page.get_by_role("link", name="Its calls").click()
+    page.wait_for_url("**/calls?filter=method%3A%22*%3Agithub.3f9a0c%2F*%22")
+
+
 def test_page_settings_keep_the_theme(looker: Looker, console: Console) -> None:
     page = looker.open(console, "/settings", color_scheme="light")
     page.get_by_text("env:SHOP_SECRET").wait_for()
@@ -450,6 +557,7 @@ EMPTY: dict[str, str] = {
     "/ledger": "There are no records yet",
     "/ledger?state=unknown": "Nothing is unknown",
     "/audit": "This server keeps no audit trail",
+    "/upstreams": "No servers are behind this one",
 }
 
 
@@ -521,7 +629,7 @@ def test_page_fits_a_narrow_screen(
 ) -> None:
     page = looker.open(console, viewport={"width": 360, "height": 740})
     for path in PAGES:
-        page.goto(console.url + path.replace("RECORD", first_record(source)))
+        page.goto(console.url + address(source, path))
         page.locator("main h1").wait_for()
         until(page, "!document.body.textContent.includes('Reading…')")
         assert page.evaluate("document.documentElement.scrollWidth") <= 360, path

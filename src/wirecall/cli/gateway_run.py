@@ -8,6 +8,7 @@ import msgspec
 
 from wirecall.cli.failures import CliError, Exit, Unreachable
 from wirecall.cli.terminal import Printer, count_of, json_option
+from wirecall.cli.watching import Watching, watching_options
 from wirecall.errors import CallFailed, UsageError
 from wirecall.gateway.settings import GatewaySettings, load_settings
 
@@ -33,7 +34,8 @@ def _settings(http: str | None = None) -> GatewaySettings:
 @click.command("run")
 @_ADDRESS
 @click.option("--stdio", is_flag=True, help="Serve /mcp to one client on stdin and stdout instead.")
-def run_command(http: str | None, stdio: bool) -> None:
+@watching_options
+def run_command(http: str | None, stdio: bool, watching: Watching) -> None:
     """Serve the upstreams of wirecall.toml: /mcp has all of them, /mcp/NAME one.
 
     A line is printed for each upstream that is ready or fails.
@@ -42,11 +44,13 @@ def run_command(http: str | None, stdio: bool) -> None:
 
     settings = _settings(http)
     gateway = Gateway(settings)
-    if stdio:
-        gateway.run("stdio")
-        return
-    host, _, port = settings.http.rpartition(":")
-    gateway.run("http", host=host.strip("[]"), port=int(port))
+    address = "stdio" if stdio else f"http://{settings.http}"
+    with watching.of(gateway, target="gateway", address=address, audit=settings.audit):
+        if stdio:
+            gateway.run("stdio")
+            return
+        host, _, port = settings.http.rpartition(":")
+        gateway.run("http", host=host.strip("[]"), port=int(port))
 
 
 @click.command("check")

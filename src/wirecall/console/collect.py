@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from wirecall.audit import Audit, AuditEntry, verify
+from wirecall.audit import Audit, AuditEntry, kept_files, verify
 from wirecall.console.filter import read_filter
 from wirecall.console.records import word_of
 from wirecall.console.ring import BOUNDS, SIZE, MethodTotals, quantile
@@ -53,6 +53,8 @@ STEP = 15
 STEPS = 60
 # Seconds over which the rates are measured.
 WINDOW = 10
+# Repetitions of a call that its page links to.
+REPLAYS = 20
 
 
 class Numbers(Struct):
@@ -67,6 +69,8 @@ class Numbers(Struct):
     queued: int = 0
     methods: dict[str, MethodTotals] = {}
     trips: dict[str, Trip] = {}
+    # The state of each server behind a gateway; None: it is no gateway.
+    upstreams: dict[str, JsonObject] | None = None
 
 
 decode_numbers = msgspec.json.Decoder(Numbers).decode
@@ -202,6 +206,7 @@ class Collector:
         worker.link.close()
         worker.numbers.in_flight = 0
         worker.numbers.queued = 0
+        worker.numbers.upstreams = None
         for seen in self._rows:
             if seen.row["worker"] == worker.name:
                 seen.row["gone"] = True
@@ -316,6 +321,17 @@ class Collector:
                 )
         except Refusal as refusal:
             ledger_error = str(refusal)
+        down = [name for name, each in self.upstream_states().items() if not each["up"]]
+        if down:
+            person.append(
+                {
+                    "kind": "upstream",
+                    "count": len(down),
+                    "names": down,
+                    "oldest_at": None,
+                    "open": "/upstreams",
+                }
+            )
         shown = sorted(methods.items(), key=lambda each: -each[1].seconds)[:20]
         return {
             "at": time.time(),
@@ -349,6 +365,7 @@ class Collector:
                 }
                 for worker in self.workers.values()
             ],
+            "is_gateway": self.is_gateway,
             "tiles": {
                 "calls_per_s": (newest.calls - before.calls) / seconds,
                 "errors_per_s": (newest.errors - before.errors) / seconds,
@@ -363,6 +380,48 @@ class Collector:
                 "lost_rows": self._lost,
             },
         }
+
+    # --- the servers behind a gateway -------------------------------------------------------------
+
+    @property
+    def is_gateway(self) -> bool:
+        return any(worker.numbers.upstreams is not None for worker in self.workers.values())
+
+    def upstream_states(self) -> dict[str, JsonObject]:
+        """Return the state of each upstream; of several workers, that of the first that is alive."""
+        for worker in self.alive():
+            if worker.numbers.upstreams is not None:
+                return worker.numbers.upstreams
+        return {}
+
+    async def upstreams(self) -> JsonObject:
+        """Return the state and the figures of every upstream."""
+        await self._read_numbers()
+        return {
+            "at": time.time(),
+            "is_gateway": self.is_gateway,
+            "upstreams": [
+                self._described(name, state) for name, state in self.upstream_states().items()
+            ],
+        }
+
+    def _described(self, name: str, state: JsonObject) -> JsonObject:
+        """Return an upstream with the figures of the calls that were passed on to it."""
+        place = f":{state['label']}/"
+        calls = [each for method, each in self.methods_total().items() if place in method]
+        return {"name": name, **state, **_figures(_merged(calls))}
+
+    async def upstream(self, name: str) -> JsonObject:
+        """Return one upstream, with its tools."""
+        found = await self.ask("upstream", name=name)
+        await self._read_numbers()
+        return self._described(name, found)
+
+    async def probe(self, name: str, *, actor: str) -> JsonObject:
+        """Ask an upstream for its tools, for a person."""
+        found = await self.ask("probe", name=name)
+        await self.note_action(actor, "probe", name, "ok" if found["ok"] else "error")
+        return {**found, "upstream": await self.upstream(name)}
 
     def _sparks(self) -> JsonObject:
         """Return the last 15 minutes in steps, the oldest first."""
@@ -456,6 +515,9 @@ class Collector:
         params = None
         if body["body"] is not None:
             params = body["body"]["params"]
+        lines: list[Json] = []
+        if worker is not None and not worker.is_gone and row["call_id"] is not None:
+            lines = (await worker.link.ask("lines", call_id=row["call_id"]))["lines"]
         return {
             "row": row,
             "phases": phases_of(seen),
@@ -463,7 +525,10 @@ class Collector:
             "capture": body["capture"],
             "record": record,
             "batch": row["batch"],
+            "lines": lines,
             "original": self._original(row),
+            "replays": self._replays(row),
+            "can_try": not self.is_gateway,
             "commands": snippets(self.served, row, params),
         }
 
@@ -484,6 +549,17 @@ class Collector:
             if is_first and all(other[name] == row[name] for name in same):
                 return other["id"]
         return None
+
+    def _replays(self, row: JsonObject) -> list[Json]:
+        """Return the later calls that got the answer of this one, the newest first."""
+        if row["key"] is None or row["replayed"]:
+            return []
+        same = ("caller", "method", "key")
+        return [
+            seen.row["id"]
+            for seen in reversed(self._rows)
+            if seen.row["replayed"] and all(seen.row[name] == row[name] for name in same)
+        ][:REPLAYS]
 
     async def batch(self, id: str) -> JsonObject:
         """Return the entries of one batch, with the phases of each."""
@@ -647,8 +723,7 @@ class Collector:
         found = [
             line
             for line in reversed(lines)
-            if (before is None or line["number"] < before)
-            and all(word in str(list(line.values())).lower() for word in words)
+            if (before is None or line["number"] < before) and _contains(line, words)
         ]
         more = None
         if len(found) > limit:
@@ -666,6 +741,19 @@ class Collector:
         if self._trail is None or not self._trail.path.exists():
             return []
         return list(_last_lines(self._trail.path))
+
+    async def export_audit(self, filter: str = "") -> AsyncIterator[bytes]:
+        """Yield the whole trail, the oldest lines first, or the lines with every word of a filter.
+
+        Without a filter the bytes are those of the files, so a copy can be verified.
+        """
+        if self._trail is None or not self._trail.path.exists():
+            raise NotFound("audit trail", "start the server with --audit file:audit.jsonl")
+        words = filter.lower().split()
+        for path in (*kept_files(self._trail.path), self._trail.path):
+            with await asyncio.to_thread(path.open, "rb") as file:
+                while found := await asyncio.to_thread(file.readlines, BLOCK):
+                    yield b"".join(line for line in found if _has_words(line, words))
 
     async def verify_audit(self) -> JsonObject:
         """Check every link of the audit trail."""
@@ -885,6 +973,24 @@ def _message(name: str, request: JsonObject) -> str:
 
 # Bytes of the audit trail that a page reads, from its end.
 TRAIL_TAIL = 4 << 20
+# Bytes of the trail that are read at once for an export.
+BLOCK = 1 << 18
+
+
+def _has_words(line: bytes, words: list[str]) -> bool:
+    """Return whether the values of a line contain every word."""
+    if not words:
+        return True
+    try:
+        entry = msgspec.json.decode(line, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+    return _contains(entry, words)
+
+
+def _contains(entry: JsonObject, words: list[str]) -> bool:
+    values = str(list(entry.values())).lower()
+    return all(word in values for word in words)
 
 
 def _last_lines(path: Path) -> Iterator[JsonObject]:

@@ -21,7 +21,7 @@ from wirecall.console.records import (
 )
 from wirecall.console.resolve import Resolution, settle
 from wirecall.console.ring import SIZE
-from wirecall.console.source import NotFound, Refusal
+from wirecall.console.source import NotFound, Refusal, WithUpstreams
 from wirecall.errors import UsageError
 from wirecall.ledger.base import LedgerDown, Only, RecordId, State, without_password
 from wirecall.mcp.server.catalog import input_schema
@@ -49,6 +49,7 @@ class Facts:
     def __init__(self, tap: "Tap", app: "App") -> None:
         self._tap = tap
         self._app = app
+        self._gateway = app if isinstance(app, WithUpstreams) else None
         self._counts: tuple[float, JsonObject] | None = None
         self._answers: dict[str, Answer] = {
             "numbers": self._numbers,
@@ -61,6 +62,9 @@ class Facts:
             "resolve": self._resolve,
             "methods": self._methods,
             "try": self._try,
+            "upstream": self._upstream,
+            "probe": self._probe,
+            "lines": self._lines,
             "settings": self._settings,
             "pause": self._pause,
         }
@@ -96,6 +100,7 @@ class Facts:
             "queued": tap.queued,
             "methods": msgspec.to_builtins(tap.totals.methods, str_keys=True),
             "trips": msgspec.to_builtins(tap.trips),
+            "upstreams": None if self._gateway is None else self._gateway.states(),
         }
 
     async def _rows(self, question: JsonObject) -> JsonObject:
@@ -129,6 +134,28 @@ class Facts:
             "capture": self._tap.capture,
             "body": None if body is None else msgspec.to_builtins(body),
         }
+
+    async def _lines(self, question: JsonObject) -> JsonObject:
+        """Return the log records of a call."""
+        found = self._tap.lines.of(str(question["call_id"]))
+        return {"lines": msgspec.to_builtins(found)}
+
+    # --- the servers behind a gateway -------------------------------------------------------------
+
+    def _behind(self, question: JsonObject) -> tuple[WithUpstreams, str]:
+        """Return the gateway, and the name of one of its upstreams."""
+        name = str(question["name"])
+        if self._gateway is None or name not in self._gateway.states():
+            raise NotFound(f"upstream {name[:100]!r}", "open it from the list")
+        return self._gateway, name
+
+    async def _upstream(self, question: JsonObject) -> JsonObject:
+        gateway, name = self._behind(question)
+        return {**gateway.states()[name], "tools": gateway.tools_of(name)}
+
+    async def _probe(self, question: JsonObject) -> JsonObject:
+        gateway, name = self._behind(question)
+        return await gateway.probe(name)
 
     # --- the ledger -------------------------------------------------------------------------------
 

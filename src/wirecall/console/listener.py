@@ -56,13 +56,16 @@ HEADERS = (
 FRESH = ("cache-control", "no-store")
 FOREVER = ("cache-control", "public, max-age=31536000, immutable")
 TAB = "x-wirecall-tab"
+EXPORT = "/audit.ndjson"
+NDJSON = "application/x-ndjson"
 # Seconds for open streams when the console stops.
 GRACE = 2.0
 # The addresses of pages; each has a twin with `.json`, and that of `/` is `/now.json`.
 PAGE = re.compile(
-    r"/(calls(/[^/]+)?|batches/[^/]+|ledger(/[^/]+)?|methods(/.+/try)?|audit|settings)?"
+    r"/(calls(/[^/]+)?|batches/[^/]+|ledger(/[^/]+)?|methods(/.+/try)?|upstreams(/[^/]+)?|audit|settings)?"
 )
 RECORD_ACTION = re.compile(r"/ledger/([^/]+)/resolve")
+UPSTREAM_ACTION = re.compile(r"/upstreams/([^/]+)/probe")
 METHOD_ACTION = re.compile(r"/methods/(.+)/try")
 # Characters of a caller or a key that the role "look" sees at each end.
 ENDS = 3
@@ -174,12 +177,15 @@ class Listener:
         if PAGE.fullmatch(path) and not path.endswith(".json"):
             await request.respond(200, files.page, "text/html; charset=utf-8", [FRESH])
             return
-        if path != "/feed" and not path.endswith(".json"):
+        if path not in ("/feed", EXPORT) and not path.endswith(".json"):
             raise Refused(404, "address", f"there is no page {path[:100]!r}")
         session = self._session(request)
         given = dict(parse_qsl(request.query, keep_blank_values=True))
         if path == "/feed":
             await self._stream(request, session, given)
+            return
+        if path == EXPORT:
+            await self._export(request, session, given.get("filter", ""))
             return
         document = await self._document(path.removesuffix(".json"), given)
         await self._send(request, session, document)
@@ -193,6 +199,7 @@ class Listener:
             "now": source.now,
             "methods": source.methods,
             "settings": source.settings,
+            "upstreams": source.upstreams,
             "calls": lambda: source.calls(
                 given.get("filter", ""),
                 limit=_number(given, "limit", 200, 1000),
@@ -215,6 +222,7 @@ class Listener:
             "calls": source.call,
             "batches": source.batch,
             "ledger": source.record,
+            "upstreams": source.upstream,
             "methods": lambda name: source.method(name.removesuffix("/try")),
         }
         if name and page in one:
@@ -240,6 +248,19 @@ class Listener:
         finally:
             ending.cancel()
             request.stopping.forget(over.set)
+
+    async def _export(self, request: HttpRequest, session: Session, filter: str) -> None:
+        """Send the lines of the audit trail as a file."""
+        pieces = aiter(self._source.export_audit(filter))
+        # Before the status is sent: the trail may not exist.
+        first = await anext(pieces, b"")
+        name = ("content-disposition", 'attachment; filename="audit.jsonl"')
+        await request.open_stream([FRESH, name], NDJSON)
+        await request.write(_for_role(first, session))
+        async for piece in pieces:
+            await request.write(_for_role(piece, session))
+        await request.close_stream()
+        await self._note(session.name, "export", "audit", "ok")
 
     async def _change(self, request: HttpRequest) -> None:
         """Answer POST."""
@@ -276,6 +297,8 @@ class Listener:
             return document
         if found := RECORD_ACTION.fullmatch(path):
             return await source.resolve(unquote(found[1]), given, actor=session.name)
+        if found := UPSTREAM_ACTION.fullmatch(path):
+            return await source.probe(unquote(found[1]), actor=session.name)
         if found := METHOD_ACTION.fullmatch(path):
             return await source.attempt(unquote(found[1]), given, actor=session.name)
         raise Refused(404, "address", f"there is no action {path[:100]!r}")
@@ -362,6 +385,14 @@ def _short(text: str) -> str:
     if len(text) <= 2 * ENDS + 1:
         return text
     return f"{text[:ENDS]}…{text[-ENDS:]}"
+
+
+def _for_role(lines: bytes, session: Session) -> bytes:
+    """Return lines of the audit trail; for the role "look", with callers and keys shortened."""
+    if session.role == "act":
+        return lines
+    found = [msgspec.json.decode(line) for line in lines.splitlines()]
+    return b"".join(msgspec.json.encode(shortened(line)) + b"\n" for line in found)
 
 
 def _event(event: FeedEvent) -> bytes:

@@ -61,6 +61,13 @@ METRICS = {
         "counter",
         "Round trips to the ledger that failed, by operation.",
     ),
+    "wirecall_upstream_up": (
+        "gauge",
+        "1 if the last connection to the upstream of a gateway was made, else 0.",
+    ),
+    "wirecall_upstream_in_flight": ("gauge", "Calls of the upstream that have begun."),
+    "wirecall_upstream_queued": ("gauge", "Calls of the upstream that wait for a place."),
+    "wirecall_upstream_starts_total": ("counter", "Starts of the upstream's process."),
     "wirecall_uncounted_calls_total": (
         "counter",
         "Calls that ended faster than they could be counted by method.",
@@ -79,6 +86,10 @@ LABELS = {
     "wirecall_ledger_round_trips_total": ("operation",),
     "wirecall_ledger_round_trip_seconds_total": ("operation",),
     "wirecall_ledger_failures_total": ("operation",),
+    "wirecall_upstream_up": ("upstream",),
+    "wirecall_upstream_in_flight": ("upstream",),
+    "wirecall_upstream_queued": ("upstream",),
+    "wirecall_upstream_starts_total": ("upstream",),
 }
 
 Sample = tuple[str, dict[str, str], float]
@@ -138,6 +149,11 @@ def _samples(collector: Collector, records: dict[str, Any] | None) -> Iterator[t
         yield one("wirecall_ledger_round_trips_total", trip.number, operation=operation)
         yield one("wirecall_ledger_round_trip_seconds_total", trip.seconds, operation=operation)
         yield one("wirecall_ledger_failures_total", trip.failed, operation=operation)
+    for upstream, facts in collector.upstream_states().items():
+        yield one("wirecall_upstream_up", int(facts["up"]), upstream=upstream)
+        yield one("wirecall_upstream_in_flight", facts["in_flight"], upstream=upstream)
+        yield one("wirecall_upstream_queued", facts["queued"], upstream=upstream)
+        yield one("wirecall_upstream_starts_total", facts["starts"], upstream=upstream)
     yield one("wirecall_uncounted_calls_total", total.missed)
 
 

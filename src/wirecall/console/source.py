@@ -5,7 +5,7 @@ have no behaviour, so that the listener of the console depends on nothing else.
 """
 
 from collections.abc import AsyncIterator
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from msgspec import Struct
 
@@ -71,6 +71,23 @@ class Listener(Protocol):
         ...
 
 
+@runtime_checkable
+class WithUpstreams(Protocol):
+    """An app with servers behind it: the gateway."""
+
+    def states(self) -> dict[str, Any]:
+        """Return the state of each upstream. Nothing is asked for it."""
+        ...
+
+    def tools_of(self, name: str) -> list[dict[str, Any]]:
+        """Return the tools of an upstream that clients get, as they were last seen."""
+        ...
+
+    async def probe(self, name: str) -> dict[str, Any]:
+        """Ask an upstream for its tools; return how long it took, or why it failed."""
+        ...
+
+
 class Source(Protocol):
     """The data of every page. A refused request raises `Refusal`."""
 
@@ -98,6 +115,10 @@ class Source(Protocol):
         self, filter: str = "", *, limit: int = 100, before: int | None = None
     ) -> JsonObject: ...
     async def verify_audit(self) -> JsonObject: ...
+    def export_audit(self, filter: str = "") -> AsyncIterator[bytes]: ...
+    async def upstreams(self) -> JsonObject: ...
+    async def upstream(self, name: str) -> JsonObject: ...
+    async def probe(self, name: str, *, actor: str) -> JsonObject: ...
     async def settings(self) -> JsonObject: ...
     async def pause(self, paused: bool) -> JsonObject: ...
     def feed(self, filter: str = "", after: str | None = None) -> AsyncIterator[FeedEvent]: ...

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 from msgspec import UNSET, Raw, Struct
 
+from wirecall.console.lines import LogLines
 from wirecall.console.ring import Ring, Totals
 from wirecall.errors import RpcError
 from wirecall.ledger.base import Ledger, LedgerDown
@@ -101,6 +102,7 @@ class Tap:
         self.trips: dict[str, Trip] = {}
         # Batches whose replies are not complete.
         self.batches: set[Mark] = set()
+        self.lines = LogLines()
 
     # --- for the app ------------------------------------------------------------------------------
 
@@ -128,9 +130,11 @@ class Tap:
                 logger.error("the console cannot see this process: %s", error)
                 return
             self._server = server
+            self.lines.open()
 
     async def aclose(self) -> None:
         """Stop answering."""
+        self.lines.close()
         server = self._server
         self._server = None
         if server is not None:
@@ -197,7 +201,7 @@ class Tap:
             # A call of the gateway's relay, which has its own frames.
             mark = call.frame.mark = Mark(call.started, call.frame.sender.caller, 0, "mcp")
         attempt = 0
-        call_id = None
+        call_id = call.ids.made_call_id
         trace_id = None
         if call.run is not None:
             attempt = call.run.attempt

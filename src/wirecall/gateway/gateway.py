@@ -8,7 +8,6 @@
 
 import asyncio
 import os
-import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -38,6 +37,7 @@ from wirecall.gateway.offers import NAMED
 from wirecall.gateway.origins import origin_of
 from wirecall.gateway.session import UpstreamSession, Wishes
 from wirecall.gateway.settings import GatewaySettings, UpstreamSettings
+from wirecall.gateway.state import probe, reason_of, state_of, tool_of
 from wirecall.gateway.upstream import REAL, Places, Upstream
 from wirecall.gateway.wire import request
 from wirecall.ledger.base import LedgerDown, State
@@ -467,7 +467,8 @@ class Gateway(App):
             tools = await self.entries(upstream, "tools", "", Session(HANDSHAKE[-1]))
             announce(escaped(f"{upstream.name}: ready, {len(tools)} tools"))
         except (RpcError, CallFailed) as error:
-            announce(escaped(f"{upstream.name}: {error}"))
+            reason = reason_of(error).removeprefix(f"{upstream.name}: ")
+            announce(escaped(f"{upstream.name}: {reason}"))
 
     # --- serving ----------------------------------------------------------------------------------
 
@@ -512,25 +513,34 @@ class Gateway(App):
         self.start(self.reach_all())
 
     async def status(self) -> dict[str, Any]:
-        """Return the state of each upstream."""
+        """Return the state of each upstream, with the number of its unknown records."""
         unknown = await self._unknown()
-        found = {}
+        found = self.states()
         for name, upstream in self.upstreams.items():
-            sessions = sum(key[0] == name for key in self._conversations)
-            sessions += sum(each.upstream is upstream for each in self._singles)
-            pids = [child.pid for child in upstream.children if child.pid is not None]
-            found[name] = {
-                "up": upstream.is_up,
-                "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(upstream.since)),
-                "sessions": sessions,
-                "pids": pids,
-                "in_flight": upstream.places.taken,
-                "breaker": "open" if upstream.breaker.is_open else "closed",
-                "starts": upstream.starts.count,
-                "reason": upstream.breaker.reason or None,
-                "unknown": sum(f":{upstream.origin.label}/" in method for method in unknown),
-            }
+            # `/status` asks for no login, and a server may print anything.
+            del found[name]["stderr"]
+            place = f":{upstream.origin.label}/"
+            found[name]["unknown"] = sum(place in method for method in unknown)
         return {"single_user": self.settings.is_single_user, "upstreams": found}
+
+    def states(self) -> dict[str, Any]:
+        """Return the state of each upstream. Nothing is asked for it."""
+        return {name: state_of(each, self._talks(each)) for name, each in self.upstreams.items()}
+
+    def _talks(self, upstream: Upstream) -> list[UpstreamSession]:
+        """Return the conversations with an upstream that are open."""
+        shared = [self._open_one(key) for key in self._conversations if key[0] == upstream.name]
+        single = [each for each in self._singles if each.upstream is upstream]
+        return [each for each in shared if each is not None] + single
+
+    def tools_of(self, name: str) -> list[dict[str, Any]]:
+        """Return the tools of an upstream that clients get, as they were last seen."""
+        upstream = self.upstreams[name]
+        return [tool_of(upstream, each) for each in self.seen.get((name, "tools"), [])]
+
+    async def probe(self, name: str) -> dict[str, Any]:
+        """Ask an upstream for its tools; return how long it took, or why it failed."""
+        return await probe(self, self.upstreams[name])
 
     async def _unknown(self) -> list[str]:
         """Return the methods of the records whose outcome is unknown."""

@@ -8,6 +8,7 @@ from msgspec import Raw, Struct
 
 from wirecall.errors import CallFailed, RpcError
 from wirecall.gateway.offers import LONGEST, has_hidden, merged
+from wirecall.gateway.state import reason_of
 from wirecall.mcp.revisions import HANDSHAKE
 from wirecall.mcp.server.peer import Session
 
@@ -61,10 +62,7 @@ async def _tools_of(gateway: "Gateway", upstream: "Upstream", plan: Plan) -> lis
         async with gateway.conversation(upstream, "", client) as conversation:
             revision = conversation.revision
     except (RpcError, CallFailed) as error:
-        reason = str(error)
-        if isinstance(error, RpcError) and isinstance(error.data, dict):
-            reason = str(error.data.get("reason", reason))
-        plan.findings.append(reason)
+        plan.findings.append(reason_of(error))
         return []
     if revision is not None:
         plan.revisions[upstream.name] = revision.name

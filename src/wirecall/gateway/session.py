@@ -114,6 +114,8 @@ class UpstreamSession:
         self.link.marks = upstream.marks
         # The revision that `initialize` has agreed on. None: there was no `initialize`.
         self.revision: Revision | None = None
+        # The revision of the client that opened it.
+        self.offered: Revision | None = None
         # Called with each request and notification of the server.
         self.on_request: Callable[[Arrived], None] = self.refuse
         self.on_notification: Callable[[Arrived], None] = lambda _message: None
@@ -329,6 +331,7 @@ class UpstreamSession:
         The revision of its first client is offered. A server that does not have it decides, unless
         the settings state the revision.
         """
+        self.offered = revision
         await self.ready()
         try:
             await self._open(revision, capabilities, client)

@@ -117,8 +117,9 @@ class Starts:
         self._last: float | None = None
         # Starts in a row after which the child did not live for a minute.
         self._short = 0
-        # How often it was started in all.
+        # How often it was started in all, and when it last was, by the system's clock.
         self.count = 0
+        self.at = 0.0
         # How it last ended.
         self.reason = ""
 
@@ -153,6 +154,7 @@ class Starts:
         self._times.append(self._last)
         self._short += 1
         self.count += 1
+        self.at = time.time()
 
     def forgive(self) -> None:
         """Forget the starts before an end that the gateway itself has made."""
@@ -202,7 +204,14 @@ class Breaker:
     @property
     def is_open(self) -> bool:
         """Return whether no link may be tried now."""
-        return self._failures >= FAILURES and self._clock.time() < self._opened + REST
+        return self.left > 0
+
+    @property
+    def left(self) -> float:
+        """The seconds until a link may be tried; 0 if it may be now."""
+        if self._failures < FAILURES:
+            return 0.0
+        return max(0.0, self._opened + REST - self._clock.time())
 
     def succeeded(self) -> None:
         self._failures = 0
@@ -221,7 +230,7 @@ class Places:
         self._free = asyncio.Semaphore(most)
         self._most = most
         self.taken = 0
-        self._waiting = 0
+        self.waiting = 0
 
     @asynccontextmanager
     async def one(self) -> "AsyncIterator[Slot]":
@@ -236,13 +245,13 @@ class Places:
 
     async def take(self) -> None:
         """Wait for a place. `give_back` must follow."""
-        if self._waiting >= QUEUE:
+        if self.waiting >= QUEUE:
             raise NotSent(f"{self._most} calls are in flight and {QUEUE} wait for a place")
-        self._waiting += 1
+        self.waiting += 1
         try:
             await self._free.acquire()
         finally:
-            self._waiting -= 1
+            self.waiting -= 1
         self.taken += 1
 
     def give_back(self) -> None:

@@ -50,6 +50,11 @@ class Ids(Struct, eq=False):
         return self._call_id
 
     @property
+    def made_call_id(self) -> str | None:
+        """The `call_id`, if something has asked for it: a log record, for example."""
+        return self._call_id
+
+    @property
     def correlation_id(self) -> CorrelationId:
         """The id, or its characters if only those are exact; without an id, a made-up one."""
         if self.id is UNSET or self.id is None:

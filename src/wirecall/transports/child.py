@@ -171,6 +171,10 @@ class Child:
         return self._kept.decode("utf-8", "replace").strip()
 
     @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    @property
     def pid(self) -> int | None:
         if self._process is None:
             return None

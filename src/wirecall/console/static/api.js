@@ -45,6 +45,21 @@ export function post(path, body) {
 }
 
 /**
+ * Save what an address answers as a file. A link alone would not send the value of the tab.
+ * @param {string} path
+ * @param {string} name
+ */
+export async function save(path, name) {
+  const answer = await fetch(path, { headers: headers() });
+  if (!answer.ok) throw new ApiError(answer.status, await answer.json().catch(() => null));
+  const anchor = document.createElement("a");
+  anchor.href = URL.createObjectURL(await answer.blob());
+  anchor.download = name;
+  anchor.click();
+  setTimeout(() => URL.revokeObjectURL(anchor.href), 60_000);
+}
+
+/**
  * The document of a page: its data, or the error, and a function that reads it again.
  * @param {() => string} path
  */

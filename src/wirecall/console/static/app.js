@@ -18,6 +18,8 @@ import { open as now } from "./views/now.js";
 import { open as record } from "./views/record.js";
 import { applied, open as settings } from "./views/settings.js";
 import { open as attempt } from "./views/try.js";
+import { open as upstream } from "./views/upstream.js";
+import { open as upstreams } from "./views/upstreams.js";
 
 /**
  * @typedef {object} Page
@@ -34,14 +36,21 @@ const NAV = [
   { page: "calls", href: "/calls", word: "Calls", key: "c" },
   { page: "ledger", href: "/ledger", word: "Ledger", key: "l" },
   { page: "methods", href: "/methods", word: "Methods", key: "m" },
+  { page: "upstreams", href: "/upstreams", word: "Upstreams", key: "u" },
   { page: "audit", href: "/audit", word: "Audit", key: "a" },
   { page: "settings", href: "/settings", word: "Settings", key: "s" },
 ];
 
 /** @type {Record<string, (route: import("./route.js").Route) => Page>} */
-const ONE = { calls: call, batches: batch, ledger: record, methods: attempt };
+const ONE = { calls: call, batches: batch, ledger: record, methods: attempt, upstreams: upstream };
 /** @type {Record<string, (route: import("./route.js").Route) => Page>} */
-const SEVERAL = { now, calls, ledger, methods, audit, settings };
+const SEVERAL = { now, calls, ledger, methods, upstreams, audit, settings };
+
+/** The pages of this server: a gateway has servers behind it, and no methods of its own. */
+function pages() {
+  const other = numbers.value?.is_gateway ? "methods" : "upstreams";
+  return NAV.filter((each) => each.page !== other);
+}
 
 /** @type {Page | null} */
 let page = null;
@@ -99,7 +108,7 @@ function frame() {
     <header class="top">
       <a class="brand" href="/">wirecall</a>
       <nav aria-label="Pages">
-        ${NAV.map(
+        ${pages().map(
           (each) => html`<a href=${each.href} aria-current=${each.page === place(here) ? "page" : nothing}>
             ${each.word}${each.page === "ledger" && unknown ? html`<span class="count bad">${unknown} unknown</span>` : nothing}</a>`,
         )}
@@ -176,7 +185,7 @@ function helpDialog(current) {
     <h2 id="help-title">Keys</h2>
     <table><caption class="quiet">Keys and what they do</caption>
       <thead><tr><th scope="col">Key</th><th scope="col">Does</th></tr></thead><tbody>
-      ${NAV.map((each) => html`<tr><td><kbd>g</kbd> <kbd>${each.key}</kbd></td><td>go to ${each.word}</td></tr>`)}
+      ${pages().map((each) => html`<tr><td><kbd>g</kbd> <kbd>${each.key}</kbd></td><td>go to ${each.word}</td></tr>`)}
       <tr><td><kbd>t</kbd></td><td>change the theme</td></tr>
       <tr><td><kbd>?</kbd></td><td>this list</td></tr>
       <tr><td><kbd>Esc</kbd></td><td>close, or leave a field</td></tr>
@@ -197,6 +206,7 @@ const WORDS = {
   C: "copy as cURL",
   r: "open in Try; it sends nothing",
   y: "copy the key",
+  x: "probe the upstream",
   w: "waterfall or table",
   "[": "previous entry of the batch",
   "]": "next entry of the batch",

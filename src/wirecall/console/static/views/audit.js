@@ -1,6 +1,6 @@
 /** Audit: the lines of the trail, and whether its chain is whole. */
 
-import { document_of, post } from "../api.js";
+import { document_of, post, save } from "../api.js";
 import { html, nothing } from "../lit-html.js";
 import { changed, go } from "../route.js";
 import { signal } from "../store.js";
@@ -28,6 +28,17 @@ export function open(route) {
     }
   }
 
+  /** Every line of the trail that fits, also those that this page does not show. */
+  async function exported() {
+    const filter = query.value.get("filter") ?? "";
+    try {
+      await save(`/audit.ndjson?${new URLSearchParams({ filter })}`, "audit.jsonl");
+      tell(filter ? "The lines that fit are saved." : "The whole trail is saved.");
+    } catch (error) {
+      tell(String(/** @type {Error} */ (error).message));
+    }
+  }
+
   /** @param {any} data */
   function page(data) {
     if (!data.path) return html`<h1 tabindex="-1">Audit</h1>${nobody()}`;
@@ -41,7 +52,8 @@ export function open(route) {
           <button type="submit">Filter</button></form></div>
       <p class="facts"><span class="name">${visible(data.path)}</span>${chain(state)}</p>
       <div class="actions"><button type="button" @click=${verify}>Verify the chain</button>
-        <button type="button" @click=${() => copy(lines, "Copied as NDJSON")}>Copy these lines as NDJSON</button></div>
+        <button type="button" @click=${exported}>Export as NDJSON</button>
+        <button type="button" @click=${() => copy(lines, "Copied as NDJSON")}>Copy these lines</button></div>
       ${state && !state.ok ? html`<div class="alert" role="alert"><ul>${state.problems.slice(0, 20).map((/** @type {any} */ each) => html`<li>Line ${each[0]}: ${visible(each[1])}</li>`)}</ul></div>` : nothing}
       ${data.lines.length ? table(data) : empty("No line fits", html`<p><a href=${changed({ filter: null, before: null })}>Show all lines</a></p>`)}
     `;

@@ -178,10 +178,12 @@ function overview(data, entries, x, end) {
   const changes = [];
   for (const each of entries) {
     const began = start(each);
-    if (began === null || !each.row) continue;
-    changes.push([began, 1], [finish(each), -1]);
+    const ended = finish(each);
+    if (began === null || !each.row || ended <= began) continue;
+    changes.push([began, 1], [ended, -1]);
   }
-  changes.sort((one, other) => one[0] - other[0] || other[1] - one[1]);
+  // An entry that begins when another one ends takes its place.
+  changes.sort((one, other) => one[0] - other[0] || one[1] - other[1]);
   let running = 0;
   let most = 1;
   let path = `M${x(0)} 30`;

@@ -45,7 +45,7 @@ export function open(route) {
 
   function attempt() {
     const row = found.data.value?.row;
-    if (row?.method) go(`/methods/${encodeURIComponent(row.tool ?? row.method)}/try?call=${row.id}`);
+    if (row?.method && found.data.value.can_try) go(`/methods/${encodeURIComponent(row.tool ?? row.method)}/try?call=${row.id}`);
   }
 
   return {
@@ -77,13 +77,14 @@ function page(data, act) {
       ${row.gone ? html`<span class="mark muted">its worker has ended</span>` : nothing}</div>
     <div class="actions">
       ${commands.map((how) => html`<button type="button" @click=${() => act.copyAs(how)}>Copy as ${WORDS[how] ?? how}</button>`)}
-      ${row.kind ? html`<button type="button" @click=${act.attempt}>Open in Try</button>` : nothing}
+      ${row.kind && data.can_try ? html`<button type="button" @click=${act.attempt}>Open in Try</button>` : nothing}
       ${data.batch ? html`<button type="button" @click=${() => act.beside(-1)}>Previous entry</button>
         <button type="button" @click=${() => act.beside(1)}>Next entry</button>` : nothing}
     </div>
     <section><h2>Summary</h2>${summary(data)}</section>
     <section><h2>Phases</h2>${phases(data.phases, row.ms)}</section>
     <section><h2>Content</h2>${content(data)}</section>
+    <section><h2>Log</h2>${log(data)}</section>
   `;
 }
 
@@ -98,6 +99,7 @@ function summary(data) {
     <dt>Kind</dt><dd>${row.kind ?? "there is no such method"}</dd>
     <dt>Ran</dt><dd>${row.ran}${row.replayed ? html` · <span class="mark replay">↻ the answer is from the ledger</span>` : nothing}</dd>
     ${data.original ? html`<dt>First ran as</dt><dd><a href=${`/calls/${encodeURIComponent(data.original)}`}>${data.original}</a></dd>` : nothing}
+    ${data.replays?.length ? html`<dt>Repeated by</dt><dd>${data.replays.map((/** @type {string} */ id) => html`<a href=${`/calls/${encodeURIComponent(id)}`}>${id}</a> `)}</dd>` : nothing}
     <dt>Caller</dt><dd class="name">${row.caller ? visible(row.caller) : "anonymous"}</dd>
     <dt>Id</dt><dd class="name">${row.rpc_id === null ? "a notification: it gets no answer" : visible(row.rpc_id)}</dd>
     <dt>Key</dt><dd class="name">${key(data)}</dd>
@@ -134,6 +136,20 @@ function phases(list, ms) {
         <rect class=${`phase ${each.name}`} x=${(each.start_ms / end) * 300} width=${Math.max((each.ms / end) * 300, 1)} height="10"></rect>
       </svg></td></tr>`)}</tbody></table></div>`;
 }
+
+/** @param {any} data */
+function log(data) {
+  if (!data.lines?.length) {
+    return html`<p class="muted">No log record of this call is kept. Records that a function makes while it runs appear here, if its logger has their level.</p>`;
+  }
+  return html`<div class="sideways" tabindex="0" role="region" aria-label="Log records"><table class="rows log"><caption class="quiet">Log records of the call</caption>
+    <thead><tr><th scope="col">Time</th><th scope="col">Level</th><th scope="col" class="w2">Logger</th><th scope="col">Record</th></tr></thead>
+    <tbody>${data.lines.map((/** @type {any} */ each) => html`<tr><td>${time(each.at)}</td>
+      <td><span class="mark ${TONES[each.level] ?? "muted"}">${each.level}</span></td>
+      <td class="w2 name">${short(each.logger, 40)}</td><td class="wrap">${visible(each.text)}</td></tr>`)}</tbody></table></div>`;
+}
+
+const TONES = /** @type {Record<string, string>} */ ({ WARNING: "warn", ERROR: "bad", CRITICAL: "bad" });
 
 /** @param {any} data */
 function content(data) {

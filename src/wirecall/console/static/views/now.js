@@ -13,6 +13,7 @@ const WORDS = /** @type {Record<string, [string, string]>} */ ({
   waiting: ["command that waits for an answer", "commands that wait for an answer"],
   undelivered: ["answer that did not arrive", "answers that did not arrive"],
   worker: ["worker that has ended", "workers that have ended"],
+  upstream: ["upstream that is down", "upstreams that are down"],
 });
 
 /** @returns {import("../app.js").Page} */
@@ -76,7 +77,8 @@ function person(data) {
   return html`<section class="person"><h2>Needs a person</h2><ul>${data.person.map((/** @type {any} */ each) => {
     const words = WORDS[each.kind] ?? [each.kind, each.kind];
     const since = each.oldest_at ? html`, the oldest for ${age(data.at - each.oldest_at)}` : nothing;
-    return html`<li><a href=${each.open}>${number(each.count)} ${words[each.count === 1 ? 0 : 1]}</a>${since}</li>`;
+    const names = each.names ? html`: ${each.names.map((/** @type {string} */ name) => short(name, 40)).join(", ")}` : nothing;
+    return html`<li><a href=${each.open}>${number(each.count)} ${words[each.count === 1 ? 0 : 1]}</a>${since}${names}</li>`;
   })}</ul></section>`;
 }
 

@@ -1,0 +1,76 @@
+"""The last log records that calls of this process made, for the page of a call.
+
+A handler at the root logger would keep Python from printing warnings by itself, and keep
+`logging.basicConfig` from working. So the records are seen where they are made. A record of a
+logger that is switched off is never made.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from msgspec import Struct
+
+from wirecall.logs import CURRENT, escaped
+
+# Records that a process keeps, and the characters of each.
+KEPT = 1024
+LONGEST = 2000
+
+
+class Line(Struct, frozen=True, gc=False):
+    """One log record of a call."""
+
+    call_id: str
+    at: float
+    level: str
+    logger: str
+    text: str
+
+
+class LogLines:
+    """Keeps the records that are made while a call runs."""
+
+    def __init__(self) -> None:
+        self._lines: deque[Line] = deque(maxlen=KEPT)
+        self._before: Callable[..., logging.LogRecord] | None = None
+
+    def open(self) -> None:
+        """Begin to see records."""
+        if self._before is None:
+            self._before = logging.getLogRecordFactory()
+            logging.setLogRecordFactory(self._make)
+
+    def close(self) -> None:
+        """See no more records."""
+        before = self._before
+        self._before = None
+        # Another library may have put its own factory in front of this one. It keeps calling it.
+        if before is not None and logging.getLogRecordFactory() == self._make:
+            logging.setLogRecordFactory(before)
+
+    def _make(self, *args: Any, **named: Any) -> logging.LogRecord:
+        make = self._before or logging.LogRecord
+        record = make(*args, **named)
+        running = CURRENT.get()
+        if running is None or self._before is None:
+            return record
+        call_id = running.facts().get("call_id")
+        if call_id is not None:
+            self._lines.append(_line(record, str(call_id)))
+        return record
+
+    def of(self, call_id: str) -> list[Line]:
+        """Return the records of a call, the oldest first."""
+        return [line for line in self._lines if line.call_id == call_id]
+
+
+def _line(record: logging.LogRecord, call_id: str) -> Line:
+    try:
+        text = record.getMessage()
+    except (TypeError, ValueError, KeyError):  # `logging` itself reports a wrong format
+        text = str(record.msg)
+    if record.exc_info and record.exc_info[1] is not None:
+        text += f": {record.exc_info[1]!r}"
+    return Line(call_id, record.created, record.levelname, record.name, escaped(text[:LONGEST]))

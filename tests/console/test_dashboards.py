@@ -1,0 +1,259 @@
+"""The Grafana dashboard and the alert rules of deploy/, against the metrics of servers that run."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from tests.console.processes import Running
+from tests.console.test_collect import parsed
+from tests.gateway.fronts import counter
+from tests.gateway.process import settings
+from tests.ports import free_port
+from wirecall.console.metrics import METRICS
+from wirecall.files import IS_PORTABLE
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+OPERATING = Path(__file__).parents[2] / "docs" / "operating.md"
+PROMTOOL = shutil.which("promtool")
+APP = """
+from wirecall import App
+
+app = App("shop")
+
+@app.command(destructive=False)
+def charge(cents: int) -> int:
+    return cents
+
+@app.query
+def fail() -> int:
+    raise ValueError("always")
+"""
+# Prometheus adds these to every sample that it scrapes, and `up` itself.
+ADDED = {"job", "instance"}
+OWN = {"up"}
+# What an expression may have besides the names of metrics: functions, and words of the language.
+WORDS = {
+    *("sum", "max", "min", "rate", "increase", "histogram_quantile", "time"),
+    *("by", "and", "on", "label_values"),
+}
+
+
+def board() -> Any:
+    return json.loads((DEPLOY / "grafana.json").read_text())
+
+
+def rules() -> list[dict[str, Any]]:
+    (group,) = yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"]
+    found: list[dict[str, Any]] = group["rules"]
+    return found
+
+
+def expressions() -> dict[str, str]:
+    """Return every expression by the name of its panel, its variable or its alert."""
+    found = {rule["alert"]: str(rule["expr"]) for rule in rules()}
+    for panel in board()["panels"]:
+        for target in panel.get("targets", ()):
+            found[f"{panel['title']} {target['refId']}"] = target["expr"]
+    for variable in board()["templating"]["list"]:
+        if variable["type"] == "query":
+            found[variable["name"]] = variable["definition"]
+    return found
+
+
+def names_in(expression: str) -> tuple[set[str], set[str], list[tuple[str, str, str]]]:
+    """Return the metrics of an expression, its labels, and what it compares labels with."""
+    matchers = []
+    labels = set()
+    for inside in re.findall(r"\{([^}]*)\}", expression):
+        for label, sign, value in re.findall(r'(\w+)\s*(=~|!=|!~|=)\s*"([^"]*)"', inside):
+            matchers.append((label, sign, value))
+            labels.add(label)
+    bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]", " ", expression)
+    for inside in re.findall(r"\b(?:by|on)\s*\(([^)]*)\)", bare):
+        labels |= set(re.findall(r"\w+", inside))
+    bare = re.sub(r"\b(by|on)\s*\([^)]*\)", r"\1", bare)
+    if asked := re.fullmatch(r"label_values\((.*),\s*(\w+)\)", bare.strip()):
+        labels.add(asked[2])
+        bare = asked[1]
+    words = set(re.findall(r"\b[a-z_]\w*", bare)) - WORDS
+    return words, labels, matchers
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, str]]]:
+    """Return the labels of every sample of a server and of a gateway, by the name of the sample."""
+    if IS_PORTABLE:
+        pytest.skip("there are no Unix sockets")
+    folder = tmp_path_factory.mktemp("shop")
+    (folder / "shop.py").write_text(APP)
+    behind = tmp_path_factory.mktemp("gateway")
+    bank = {"command": counter(behind / "effects")}
+    text = settings({"bank": bank}, ledger="sqlite:gateway.db", http=f"127.0.0.1:{free_port()}")
+    (behind / "wirecall.toml").write_text(text)
+    words = ["--http", f"127.0.0.1:{free_port()}", "--ledger", "sqlite:ledger.db"]
+    metrics = ["--metrics", "127.0.0.1:0"]
+    found: dict[str, list[dict[str, str]]] = {}
+    with (
+        Running(folder, "serve", "shop.py", *words, *metrics) as server,
+        Running(behind, "gateway", "run", *metrics) as gateway,
+    ):
+        server.call("charge", cents=1, idempotency_key="k")
+        server.call("fail")
+        gateway.wait_for("(bank: ready)")
+        for each in (server, gateway):
+            for name, several in parsed(each.scrape()).items():
+                found.setdefault(name, []).extend(labels for labels, _ in several)
+    return found
+
+
+def test_every_metric_is_among_the_samples_of_servers(
+    samples: dict[str, list[dict[str, str]]],
+) -> None:
+    stated = set(METRICS) - {"wirecall_call_duration_seconds"}
+    parts = {f"wirecall_call_duration_seconds_{part}" for part in ("bucket", "sum", "count")}
+    assert stated | parts == set(samples)
+
+
+@pytest.mark.parametrize("name", sorted(expressions()))
+def test_expression_asks_for_metrics_and_labels_that_exist(
+    samples: dict[str, list[dict[str, str]]], name: str
+) -> None:
+    expression = expressions()[name]
+    metrics, labels, matchers = names_in(expression)
+    assert metrics, expression
+    assert metrics <= set(samples) | OWN, expression
+    known = {label for metric in metrics - OWN for each in samples[metric] for label in each}
+    assert labels <= known | ADDED, expression
+    for label, sign, value in matchers:
+        if label in ADDED or value.startswith("$"):
+            continue
+        values = {
+            each[label] for metric in metrics - OWN for each in samples[metric] if label in each
+        }
+        pattern = value if "~" in sign else re.escape(value)
+        if label != "code":  # most errors are rare
+            assert any(re.fullmatch(pattern, found) for found in values), expression
+
+
+def test_codes_of_the_server_are_those_of_the_errors_page() -> None:
+    """An alert about failures counts those that are the fault of the server, and no others."""
+    page = (OPERATING.parent / "errors.md").read_text()
+    codes = {int(code) for code in re.findall(r"^\| (-?\d+) \|", page, re.MULTILINE)}
+    (pattern,) = {
+        value
+        for expression in expressions().values()
+        for label, sign, value in names_in(expression)[2]
+        if label == "code" and sign == "=~"
+    }
+    counted = {code for code in codes if re.fullmatch(pattern, str(code))}
+    assert counted == {-32603, *(code for code in codes if 50_000 <= code < 51_000)}
+    assert "42910" in {str(code) for code in codes}
+
+
+def test_panels_do_not_overlap_and_have_a_source() -> None:
+    taken = set()
+    for panel in board()["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        for x in range(place["x"], place["x"] + place["w"]):
+            for y in range(place["y"], place["y"] + place["h"]):
+                assert (x, y) not in taken, panel["title"]
+                taken.add((x, y))
+        if panel["type"] != "row":
+            assert panel["datasource"]["uid"] == "${datasource}"
+    ids = [panel["id"] for panel in board()["panels"]]
+    assert len(ids) == len(set(ids))
+
+
+def test_variables_of_the_dashboard_are_declared() -> None:
+    declared = {variable["name"] for variable in board()["templating"]["list"]}
+    used = set(re.findall(r"\$\{?(\w+)", json.dumps(board()["panels"])))
+    assert used - declared <= {"__rate_interval"}
+
+
+def test_alerts_name_a_section_of_the_runbook() -> None:
+    headings = re.findall(r"^#+ (.+)$", OPERATING.read_text(), re.MULTILINE)
+    anchors = {re.sub(r"[^a-z0-9 -]", "", each.lower()).replace(" ", "-") for each in headings}
+    for rule in rules():
+        page, _, anchor = rule["annotations"]["runbook"].partition("#")
+        assert page == "docs/operating.md"
+        assert anchor in anchors, rule["alert"]
+        assert rule["annotations"]["summary"].endswith(".")
+        assert rule["labels"]["severity"] in ("page", "ticket")
+
+
+@pytest.mark.skipif(
+    PROMTOOL is None, reason="promtool is not installed: apt-get install prometheus"
+)
+def test_promtool_accepts_the_alerts() -> None:
+    assert PROMTOOL is not None
+    done = subprocess.run(
+        [PROMTOOL, "check", "rules", DEPLOY / "alerts.yml"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# What a server shows minute by minute, and the alerts that it must and must not raise.
+SERIES = {
+    "wirecall_ledger_records": ('state="unknown"', "0x5 2x30", "WirecallUnknownOutcome"),
+    "wirecall_ledger_up": ("", "1x5 0x30", "WirecallLedgerDown"),
+    "wirecall_workers": ("", "2x5 0x30", "WirecallNoWorkers"),
+    "wirecall_upstream_up": ('upstream="bank"', "1x5 0x30", "WirecallUpstreamDown"),
+    "wirecall_queued": ("", "0x5 500x30", "WirecallQueue"),
+}
+
+
+@pytest.mark.skipif(
+    PROMTOOL is None, reason="promtool is not installed: apt-get install prometheus"
+)
+def test_alerts_are_raised_when_a_server_is_ill(tmp_path: Path) -> None:
+    """Prometheus' own program computes the expressions over half an hour."""
+    assert PROMTOOL is not None
+    series = []
+    checks = []
+    by_name = {rule["alert"]: rule for rule in rules()}
+    for metric, (label, values, alert) in SERIES.items():
+        labels = ",".join(filter(None, ['job="wirecall"', 'instance="a"', label]))
+        series.append({"series": f"{metric}{{{labels}}}", "values": values})
+        checks.append({"eval_time": "4m", "alertname": alert, "exp_alerts": []})
+        kept = {"job": "wirecall", "severity": by_name[alert]["labels"]["severity"]}
+        if alert not in ("WirecallUnknownOutcome", "WirecallUpstreamDown"):
+            kept["instance"] = "a"
+        if "upstream" in label:
+            kept["upstream"] = "bank"
+        annotations = {
+            name: text.replace("{{ $labels.instance }}", "a")
+            .replace("{{ $labels.upstream }}", "bank")
+            .replace('{{ $value | printf "%.0f" }}', "500" if alert == "WirecallQueue" else "2")
+            for name, text in by_name[alert]["annotations"].items()
+        }
+        raised = [{"exp_labels": kept, "exp_annotations": annotations}]
+        checks.append({"eval_time": "30m", "alertname": alert, "exp_alerts": raised})
+    # One call in five fails in the server; nothing was lost.
+    for name, step in (("wirecall_calls_total", 600), ("wirecall_errors_total", 120)):
+        more = 'kind="query"' if "calls" in name else 'code="-32603"'
+        labels = f'job="wirecall",instance="a",method="pay",{more}'
+        series.append({"series": f"{name}{{{labels}}}", "values": f"0+{step}x40"})
+    summary = by_name["WirecallFails"]["annotations"]
+    failing = {
+        "exp_labels": {"job": "wirecall", "instance": "a", "severity": "page"},
+        "exp_annotations": {
+            **summary,
+            "summary": "20% of the calls of a fail in the server.",
+        },
+    }
+    checks.append({"eval_time": "30m", "alertname": "WirecallFails", "exp_alerts": [failing]})
+    checks.append({"eval_time": "30m", "alertname": "WirecallReplays", "exp_alerts": []})
+    checks.append({"eval_time": "30m", "alertname": "WirecallAnswersLost", "exp_alerts": []})
+    tests = [{"interval": "1m", "input_series": series, "alert_rule_test": checks}]
+    document = {"rule_files": [str(DEPLOY / "alerts.yml")], "tests": tests}
+    file = tmp_path / "test.yml"
+    file.write_text(yaml.safe_dump(document))
+    done = subprocess.run([PROMTOOL, "test", "rules", file], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
