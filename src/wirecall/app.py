@@ -61,7 +61,9 @@ if TYPE_CHECKING:
     from wirecall.mcp.server.server import Server
     from wirecall.mcp.server.sessions import Sealer
     from wirecall.mcp.types import Icon
+    from wirecall.mounting import Mounts
     from wirecall.server.dispatch import Dispatcher
+    from wirecall.server.home import Enter
     from wirecall.server.lifespan import Lifespan
     from wirecall.server.tapped import DispatcherTap
     from wirecall.transports.framing import Framing, FramingName
@@ -186,6 +188,9 @@ class App(Declarations):
     the first call and leaves it after the last one; its value is `ctx.state`.
     """
 
+    # Why an app of this class cannot be mounted.
+    _unmountable: str | None = None
+
     @checks_options
     def __init__(
         self,
@@ -241,12 +246,16 @@ class App(Declarations):
         _check_layers(middleware)
         self.limits = _limits(limits) or Limits()
         self.ledger_url = ledger or _LEDGERS[self.mode]
+        self._names_ledger = ledger is not None
         super().__init__(
             check_url(self.ledger_url),
             checks_results=self.mode == "development",
             arguments=arguments,
             key_at=key_at,
         )
+        # The apps that are mounted in this one, and those in which this one is mounted.
+        self._mounts: Mounts | None = None
+        self._outer: list[App] = []
         self._middleware = list(middleware)
         self._execution = execution
         self._strict = strict
@@ -288,12 +297,11 @@ class App(Declarations):
         if auth is not None:
             self._protect(auth)
         self._lifespan: Lifespan | None = None
+        # Enters the app's own lifespan.
+        self._enter_own: Enter | None = None
         if lifespan is not None:
-            from wirecall.server import lifespan as lifespans  # late: `import wirecall` stays light
-
-            self._lifespan = lifespans.Lifespan(
-                partial(lifespan, self), lambda: self.limits.start_time
-            )
+            self._enter_own = partial(lifespan, self)
+            self._live_in(self._enter_own)
         self._tap: AppTap | None = None
         self._trail = _trail(audit)
         self._audit: Audit | None = None
@@ -375,6 +383,7 @@ class App(Declarations):
         if ledger is not None:
             self._use_ledger(check_url(ledger))
             self.ledger_url = ledger
+            self._names_ledger = True
         if audit is not None:
             self._trail = _trail(audit, self._trail)
         self.limits = _limits(limits) or self.limits
@@ -389,9 +398,44 @@ class App(Declarations):
                 "calls in flight would miss the new layer",
                 "add it before",
             )
+        self._check_open()
         _check_layer(layer)
         self._middleware.append(layer)
         return layer
+
+    def mount(self, name: str, app: "App", /) -> None:
+        """Serve the methods of another app under a name.
+
+        `app.mount("stays", stays)` makes the method `search` of `stays` the method `stays.search`,
+        and the tool `stays_search`. The mounted app keeps its middleware, its lifespan, its
+        providers, its scopes and the rules of its commands; its methods use the ledger of this
+        app. Declare everything in it before. It can still be served alone.
+
+        Raises `UsageError` if a name is taken, if the app already serves, if the two have different
+        ledgers, or if this app does not verify the tokens that the mounted one asks for.
+        """
+        given: object = app
+        if not isinstance(given, App):
+            raise UsageError(
+                f"mount() takes an App, got {type(given).__name__}.",
+                fix='use app.mount("stays", stays) for an App, and app.include(router) for a Router',
+            )
+        from wirecall.mounting import Mounts  # late: few apps need it
+
+        if self._mounts is None:
+            self._mounts = Mounts(self)
+        self._mounts.add(name, app)
+        enter = self._mounts.living(self._enter_own)
+        if enter is not None:
+            self._live_in(enter)
+
+    def _check_open(self) -> None:
+        if self._outer:
+            raise UsageError(
+                f"The app {self.name!r} is mounted in {self._outer[0].name!r} already.",
+                "the outer app would not see a later declaration",
+                "mount it afterwards",
+            )
 
     def remove(self, name: str) -> None:
         """Remove a method or tool, even while serving.
@@ -400,11 +444,13 @@ class App(Declarations):
         """
         if name.startswith("rpc."):
             raise UsageError(f"{name!r} cannot be removed.", "it belongs to the protocol")
+        self._check_open()
         method = self.registry.remove(name)
         if method is None:
             known = ", ".join({**self.registry.methods, **self.registry.tools}) or "none"
             raise UsageError(f"There is no method {name!r}.", f"these are registered: {known}")
-        self._declared.remove(method)
+        if method in self._declared:  # else a mounted app has declared it
+            self._declared.remove(method)
         if "mcp" in method.expose and self._mcp is not None:
             self.changed("tools")
 
@@ -420,6 +466,12 @@ class App(Declarations):
         from wirecall.mcp.server.sessions import Sealer  # late: `import wirecall` stays light
 
         return Sealer(self._secret, others=self._other_secrets)
+
+    def _live_in(self, enter: "Enter") -> None:
+        """Enter a lifespan before the first call."""
+        from wirecall.server.lifespan import Lifespan  # late: `import wirecall` stays light
+
+        self._lifespan = Lifespan(enter, lambda: self.limits.start_time)
 
     def _use_batch_tool(self, batch_tool: object) -> None:
         from wirecall.mcp.server.batch_tool import declared_batch_tool  # late: few apps need it
@@ -445,6 +497,8 @@ class App(Declarations):
                 "keep auth= for tokens, or authenticate= for anything else",
             )
         self.access = Access.of(auth)
+        if self._mounts is not None:
+            self._mounts.check_callers()
 
     def _scoped(self) -> "list[Method]":
         """Return everything that asks for scopes."""
@@ -1037,11 +1091,17 @@ class App(Declarations):
                 f"use one of {', '.join(get_args(Lists))}",
             )
         self.catalog().forget()
-        self.mcp().hub.notify(what)
+        for outer in self._outer:
+            outer.changed(what)
+        if self._mcp is not None or not self._outer:
+            self.mcp().hub.notify(what)
 
     def updated(self, uri: str) -> None:
         """Notify the MCP clients that subscribed to a resource that it has changed."""
-        self.mcp().hub.notify("updated", uri)
+        for outer in self._outer:
+            outer.updated(uri)
+        if self._mcp is not None or not self._outer:
+            self.mcp().hub.notify("updated", uri)
 
     # --- from the first message to the last -------------------------------------------------------
 
@@ -1125,6 +1185,11 @@ class App(Declarations):
     def _is_serving(self) -> bool:
         return self._dispatcher is not None
 
+    @property
+    def _has_begun(self) -> bool:
+        is_entered = self._lifespan is not None and self._lifespan.is_entered
+        return is_entered or self._is_serving
+
     def _adopt_tasks(self) -> None:
         """Look for tasks that other processes have abandoned, from now on."""
         if self._batch_tool is not None:
@@ -1176,6 +1241,8 @@ class App(Declarations):
 
     def _prepare(self) -> None:
         super()._prepare()
+        if self._mounts is not None:
+            self._mounts.prepare()
         self._check_middleware()
 
     def _check_middleware(self) -> None:
@@ -1183,11 +1250,14 @@ class App(Declarations):
 
         It would fail every call.
         """
-        if not self._middleware:
+        layers = self._middleware
+        if self._mounts is not None:
+            layers = [*layers, *self._mounts.layers()]
+        if not layers:
             return
         from wirecall.ratelimit import RateLimit  # late: `import wirecall` stays light
 
-        for layer in self._middleware:
+        for layer in layers:
             if isinstance(layer, RateLimit):
                 layer.check()
 
@@ -1227,6 +1297,8 @@ class App(Declarations):
         """Return the app's ledger, opened on first use."""
         if self._ledger is not None:
             return self._ledger
+        if self._outer and not self._is_serving:  # a mounted app has the ledger of the outer one
+            return await self._outer[0].ledger()
         import asyncio
 
         from wirecall.aio import start

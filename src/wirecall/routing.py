@@ -454,6 +454,7 @@ class Declarations:
         """
 
         def register(function: F) -> F:
+            self._check_open()
             # Late: few apps have providers.
             from wirecall.server.providers import Provider, Providers
 
@@ -529,6 +530,7 @@ class Declarations:
                 declared["arguments"] = self._arguments
 
         def register(function: F) -> F:
+            self._check_open()
             labels = _labels(
                 str(declared.get("name") or getattr(function, "__name__", "")), declared
             )
@@ -549,12 +551,13 @@ class Declarations:
         terms = Terms(
             **{field: declared.pop(field) for field in Terms.__struct_fields__ if field in declared}
         )
-        _check_transactional(terms, self._ledger_scheme)
+        check_transactional(terms, self._ledger_scheme)
         if declared.get("key_at") is None:
             declared["key_at"] = self._key_at
         return self._register(Kind.COMMAND, function, {**declared, "terms": terms})
 
     def _query(self, function: Callable[..., object], name: str, declared: JsonObject) -> Method:
+        self._check_open()
         method = Method(
             function,
             Kind.QUERY,
@@ -566,6 +569,9 @@ class Declarations:
         )
         self._declare(method)
         return method
+
+    def _check_open(self) -> None:
+        """Raise `UsageError` if a declaration comes too late."""
 
     @property
     def _find(self) -> Find | None:
@@ -596,7 +602,7 @@ class Declarations:
         # They were checked against the app's own ledger; `wirecall serve --ledger` may name
         # another.
         for method in (*self.registry.methods.values(), *self.registry.tools.values()):
-            _check_transactional(method.terms, scheme)
+            check_transactional(method.terms, scheme)
         self._ledger_scheme = scheme
 
 
@@ -811,7 +817,7 @@ def milliseconds(option: str, seconds: object) -> int:
     return round(seconds * 1000)
 
 
-def _check_transactional(terms: Terms, scheme: str) -> None:
+def check_transactional(terms: Terms, scheme: str) -> None:
     if terms.on_crash == "transactional" and scheme not in TRANSACTIONAL:
         raise UsageError(
             'on_crash="transactional" needs a ledger that shares transactions.',

@@ -149,6 +149,7 @@ class Access:
         self.verifiers: Sequence[Verifier] = known
         self._leeway = max((verifier.leeway for verifier in known), default=0.0)
         self._hierarchy = hierarchy
+        self._states_name = name is not None
         self._name = name or (lambda identity: identity.name)
         self._description = {"resource_name": title, "resource_documentation": documentation}
         self._clock = clock
@@ -173,6 +174,33 @@ class Access:
         if isinstance(auth, Sequence):
             return cls(*auth)
         return cls(auth)
+
+    def misfit(self, inner: "Access") -> str | None:
+        """Return why these rules cannot guard the methods of a mounted app with rules `inner`.
+
+        A token is verified once, before its call is known, so both must accept the same tokens and
+        name the same callers.
+        """
+        if inner is self:
+            return None
+        if set(map(id, inner._verifiers)) != set(map(id, self._verifiers)):
+            return f"it verifies tokens with {inner._named()}, the outer app with {self._named()}"
+        if inner._hierarchy is not None and inner._hierarchy != self._hierarchy:
+            return "it has a hierarchy= of scopes that the outer app does not have"
+        if inner._states_name and inner._name is not self._name:
+            return "it names callers with name=, and the outer app names them in another way"
+        if inner.hides and not self.hides:
+            return "it hides entries from callers (hide=True), and the outer app shows them"
+        return None
+
+    def _named(self) -> str:
+        """Return the verifiers for a person."""
+        names = []
+        for verifier in self._verifiers:
+            kind = getattr(verifier, "__name__", type(verifier).__name__)
+            issuer = getattr(verifier, "issuer", None)
+            names.append(f"{kind}(issuer={issuer!r})" if issuer else f"{kind}(...)")
+        return ", ".join(names)
 
     # --- tokens -----------------------------------------------------------------------------------
 

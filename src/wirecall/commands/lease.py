@@ -36,7 +36,7 @@ from wirecall.errors import LedgerUnavailable, UsageError
 from wirecall.ledger.base import LedgerDown, Outcome, Record, State
 from wirecall.logs import logger
 from wirecall.server.call import Call, Detachable, Handler, InputRequired
-from wirecall.server.context import Context
+from wirecall.server.home import context_of
 from wirecall.server.method import CannotTell, Done, NotDone
 
 
@@ -263,7 +263,7 @@ async def _reconciled(call: Call, run: Run) -> Outcome | None:
         raise asyncio.CancelledError
     run.to(RunEvent.ASK)
     in_a_thread = method.blocking and run.loop is not None
-    verdict = await settled(method.reconcile(Context(call), in_a_thread=in_a_thread))
+    verdict = await settled(method.reconcile(context_of(call), in_a_thread=in_a_thread))
     if isinstance(verdict, Done):
         outcome = outcome_of("result", method.written(verdict.result), run.claim.id, call.shape)
         run.to(RunEvent.RETURN)

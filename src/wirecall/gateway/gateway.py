@@ -72,6 +72,8 @@ MOST_WISHES = 1000
 class Gateway(App):
     """Other MCP servers as one: each command takes effect once, and each server may fail alone."""
 
+    _unmountable = "it is a gateway, whose tools are those of other servers"
+
     def __init__(self, settings: GatewaySettings, *, clock: Clock = REAL) -> None:
         super().__init__(
             "gateway",

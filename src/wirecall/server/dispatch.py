@@ -87,6 +87,7 @@ from wirecall.server.call import (
     with_true_ran,
 )
 from wirecall.server.context import Context, Middleware, Next, call_of
+from wirecall.server.home import Home
 from wirecall.server.identity import Identity, Permit
 from wirecall.server.ids import Ids
 from wirecall.server.lifespan import Lifespan
@@ -175,11 +176,12 @@ class Dispatcher:
         self._is_observed = bool(middleware) or execution == "sequential" or warns_blocking
         self._in_full = self._is_observed
         self._guarded: Next | None = None
-        around = _checked_around if in_development else _around
-        for layer in reversed(middleware):  # the first one is the outermost
-            self._guarded = around(
-                layer, self._guarded or (lambda context: self._invoke(call_of(context), context))
-            )
+        self._around = _checked_around if in_development else _around
+        self._middleware = middleware
+        if middleware:
+            self._guarded = self._guard(self._invoke_in)
+        # The same for the methods of each mounted app.
+        self._guards: dict[Home, Next] = {}
         self._execution = execution
         self._refuses_each = batch_refusal == "entries"
         # Entries of a batch may refer to earlier ones.
@@ -660,9 +662,12 @@ class Dispatcher:
                 if not self._lifespan.is_entered:  # a client remains after `App.aclose`
                     await self._lifespan.enter()
                 call.state = self._lifespan.state
-            if self._guarded is None:
+            guarded = self._guarded
+            if call.method.home is not None:
+                guarded = self._guard_of(call.method.home)
+            if guarded is None:
                 return await self._invoke(call, None)
-            result = await self._guarded(Context(call))
+            result = await guarded(Context(call))
             if result is not call.result:  # the middleware has replaced it
                 if call.shape is not None:
                     result = call.shape(result)
@@ -688,6 +693,21 @@ class Dispatcher:
                 CURRENT.reset(before)
             except ValueError:  # the call began in another context, or is closed from there
                 pass
+
+    def _guard(self, inner: Next) -> Next:
+        """Return the middleware of the app around the rest of the steps."""
+        for layer in reversed(self._middleware):  # the first one is the outermost
+            inner = self._around(layer, inner)
+        return inner
+
+    def _guard_of(self, home: Home) -> Next:
+        """Return the middleware around the methods of a mounted app."""
+        if home not in self._guards:
+            self._guards[home] = self._guard(home.guard(self._invoke_in, self._around))
+        return self._guards[home]
+
+    def _invoke_in(self, context: Context) -> Awaitable[object]:
+        return self._invoke(call_of(context), context)
 
     # complexity: steps 4 to 6 in order; a further function would slow each call.
     async def _invoke(self, call: Call, context: Context | None) -> object:
@@ -730,7 +750,7 @@ class Dispatcher:
         if call.key is None:  # else the command has shaped and encoded its result, for the ledger
             if call.shape is not None:
                 result = call.shape(result)
-            if frame.in_full or type(result) not in _CONSTANT:
+            if frame.in_full or context is not None or type(result) not in _CONSTANT:
                 result = Raw(frames.encode(result))
         call.result = result
         return result

@@ -124,10 +124,22 @@ class Scopes:
                 "give it parameters of the method, by the same names",
             )
 
+    def with_base(self, base: Sequence[str]) -> "Scopes":
+        """Return the same scopes and those that every method of an app asks for."""
+        from copy import copy  # late: `import wirecall` stays light
+
+        joined = copy(self)
+        joined.always = tuple(dict.fromkeys((*base, *self.always)))
+        return joined
+
     def of(self, params: Raw | UnsetType) -> Sequence[str]:
         """Return the scopes of a call with these params."""
         if self._by is None:
             return self.always
+        return (*self.always, *self._asked(self._by, params))
+
+    def _asked(self, rule: ScopesOf, params: Raw | UnsetType) -> Sequence[str]:
+        """Return the scopes that the function of the arguments returns."""
         try:
             args, keywords = self._signature.bind_all(params, None)
         except InvalidParams:
@@ -138,7 +150,7 @@ class Scopes:
                 return ()
             args, keywords = self._signature.bind_all(understood, None)
         given = self._called.bind(*args, **keywords).arguments
-        found = self._by(*[given[name] for name in self._takes])
+        found = rule(*[given[name] for name in self._takes])
         if isinstance(found, str):
             return (found,)
         return tuple(found)

@@ -22,6 +22,16 @@ from wirecall.logs import logger, outside
 LAST_WORDS = 1.0
 
 
+def manager_of(made: object) -> AbstractAsyncContextManager[object]:
+    """Return what a lifespan function has made, if it is an async context manager."""
+    if not isinstance(made, AbstractAsyncContextManager):
+        raise UsageError(
+            f"lifespan must return an async context manager, got {type(made).__name__}.",
+            fix="decorate the function with @contextlib.asynccontextmanager",
+        )
+    return made
+
+
 class Lifespan:
     """Enters and leaves the context manager of an app.
 
@@ -109,14 +119,7 @@ class Lifespan:
             try:
                 if before is not None:
                     await asyncio.wait({before})  # two lifespans must not overlap
-                manager = self._make()
-                if not hasattr(manager, "__aenter__"):
-                    raise UsageError(
-                        "lifespan must return an async context manager, "
-                        f"got {type(manager).__name__}.",
-                        fix="decorate the function with @contextlib.asynccontextmanager",
-                    )
-                async with manager as state:
+                async with manager_of(self._make()) as state:
                     if not entered.done():  # else it timed out
                         self.state = state
                         self.is_entered = True
@@ -129,7 +132,8 @@ class Lifespan:
                 raise
             except BaseException as error:
                 if not entered.done():
-                    reason = f"the lifespan failed: {type(error).__name__}: {error}"
+                    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+                    reason = f"the lifespan failed: {type(error).__name__}: {error}{notes}"
                     entered.set_exception(
                         StartFailed(str(error) if isinstance(error, UsageError) else reason, error)
                     )

@@ -30,6 +30,7 @@ from wirecall.server.context import Context
 from wirecall.server.identity import ScopeRule, Scopes
 
 if TYPE_CHECKING:
+    from wirecall.server.home import Home
     from wirecall.server.providers import Provided, Providers
 
 Mode: TypeAlias = Literal["development", "production"]
@@ -137,6 +138,9 @@ class Method:
 
     # It is a batch tool, whose calls call other tools.
     is_batch = False
+    # The mounted app that brought it, and the same method there.
+    home: "Home | None" = None
+    original: "Method | None" = None
 
     # complexity: a flat list of options in four steps; each has its default or one rule.
     def __init__(
@@ -322,6 +326,30 @@ class Method:
             self.plain = self._is_quick and self.provided.call_directly is not None
         if self._reconciler is not None and self._reconciler.provided:
             self._reconciler_provided = providers.of(self._reconciler, self._reconciler.function)
+
+    def under(
+        self, name: str, home: "Home", execution: Execution | None, *, is_reserved: bool
+    ) -> "Method":
+        """Return the same method for an app in which its app is mounted.
+
+        `execution` is that of its app. `is_reserved`: it is not called by its name.
+        """
+        from copy import copy  # late: `import wirecall` stays light
+
+        moved = copy(self)
+        moved.original = self
+        moved.home = home
+        moved.name = name
+        moved.record = name
+        is_stated = self.tool_name != tool_name_of(self.name)
+        if not is_stated:
+            moved.tool_name = tool_name_of(name)
+        moved.execution = self.execution or execution
+        moved._is_quick = self._is_quick and not home.has_layers and moved.execution != "sequential"
+        moved.plain = self.plain and moved._is_quick
+        for why, fix in _faults(moved, is_reserved, self.tool_name if is_stated else None):
+            raise UsageError(f"{name!r} cannot be registered.", why, fix)
+        return moved
 
     def understood(self, params: Raw | UnsetType, misfit: InvalidParams) -> Raw:
         """Return the only other meaning of a tool's arguments; raise the misfit if there is none.

@@ -212,6 +212,28 @@ class Catalog:
         self.registry.taken.add(name)
         self.on_method(entry)
 
+    def take(self, other: "Catalog", prefix: str, moved: Callable[[Method, str], Method]) -> None:
+        """Add the entries of a mounted app: `moved` returns a method of its under another name."""
+        names = {name: prefix + name for name in other.prompts}
+        for name, prompt in other.prompts.items():
+            called = names[name]
+            self.add_prompt(moved(prompt.method, f"prompts/get:{called}"), called)
+        for entry in (*other.resources.values(), *other.templates.values()):
+            self.add_resource(
+                moved(entry.method, entry.method.name),
+                entry.uri,
+                entry.name,
+                entry.mime_type,
+                ttl_ms=entry.ttl_ms,
+                is_public=entry.is_public,
+            )
+        for (of, argument), method in other.completions.items():
+            called = names.get(of, of)
+            completer = moved(method, f"completion/complete:{called}:{argument}")
+            self.add_completion(completer, called, argument)
+        for name, added in other.methods.items():
+            self.add_method(moved(added.method, name), added.extension)
+
     # --- finding ----------------------------------------------------------------------------------
 
     def resource(self, uri: str) -> tuple[ResourceEntry, dict[str, str]] | None:
