@@ -137,6 +137,7 @@ async def wrapped(
             await client.greet(revision)
         yield client
     finally:
+        await client.front.aclose()
         await wrap.aclose(1.0)
 
 

@@ -309,6 +309,8 @@ class Standing:
 class UpstreamFront(Front):
     """Serves one upstream, exactly as it is."""
 
+    waits_to_open = True
+
     def __init__(self, gateway: "Gateway", upstream: "Upstream") -> None:
         super().__init__(gateway, upstream.name)
         self._upstream = upstream
@@ -363,7 +365,9 @@ class UpstreamFront(Front):
         if method == "subscriptions/listen":
             places = [(upstream, uri) for uri in _listened(message)]
             return await self.listened(places, session, sender.caller, own)
-        if method in _SUBSCRIBING and not self.gateway.is_owned(upstream, session):
+        if method == "ping":
+            return await own()
+        if method in _SUBSCRIBING and not await self._is_direct(session, sender.caller):
             await self.subscribed_to(upstream, _uri_of(message), message, session, sender.caller)
             return await own()
         if method == "logging/setLevel" and await self._levels(session, sender.caller):
@@ -384,10 +388,17 @@ class UpstreamFront(Front):
 
     async def _levels(self, session: Session, caller: str) -> bool:
         """Return whether the gateway keeps the log levels of the clients of a server."""
-        if self.gateway.is_owned(self._upstream, session):
+        if await self._is_direct(session, caller):
             return False
         async with self.gateway.conversation(self._upstream, caller, session) as conversation:
             return "logging" in conversation.described()["capabilities"]
+
+    async def _is_direct(self, session: Session, caller: str) -> bool:
+        """Return whether the server takes levels and subscriptions from its one client itself."""
+        if not self.gateway.is_owned(self._upstream, session):
+            return False
+        async with self.gateway.conversation(self._upstream, caller, session) as conversation:
+            return conversation.revision not in STATELESS
 
     def own_uri(self, upstream: "Upstream", uri: str) -> str:
         return uri
@@ -433,6 +444,13 @@ class MergedFront(Front):
         self.offer(types.TASKS, {}, revisions=STATELESS, is_needed=self._has_tasks)
         # The last tables that clients have seen, by kind and by the unit of sharing.
         self._tables: dict[tuple[str, str], Merged] = {}
+
+    def opened(self, message: Envelope) -> tuple[Session, bytes]:
+        session, answer = super().opened(message)
+        if self.gateway.has_one_client:
+            self.gateway.owner = session
+            self.gateway.start(self.gateway.reach_all())
+        return session, answer
 
     def is_command(self, tool: str) -> bool:
         places = [

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Raw, structs
 
@@ -35,14 +35,16 @@ from wirecall.gateway.fronts import (
 )
 from wirecall.gateway.offers import NAMED
 from wirecall.gateway.origins import origin_of
+from wirecall.gateway.relay import Send
 from wirecall.gateway.session import UpstreamSession, Wishes
 from wirecall.gateway.settings import GatewaySettings, UpstreamSettings
 from wirecall.gateway.state import probe, reason_of, state_of, tool_of
-from wirecall.gateway.upstream import REAL, Places, Upstream
+from wirecall.gateway.upstream import REAL, Origin, Places, Upstream
 from wirecall.gateway.wire import request
 from wirecall.ledger.base import LedgerDown, State
 from wirecall.logs import announce, escaped
 from wirecall.mcp.revisions import HANDSHAKE, REVISIONS, STATELESS
+from wirecall.mcp.server.lines import StdioConnection
 from wirecall.mcp.server.peer import Session
 from wirecall.mcp.types import LEVELS
 from wirecall.protocol.messages import Arrived, encode
@@ -74,7 +76,19 @@ class Gateway(App):
 
     _unmountable = "it is a gateway, whose tools are those of other servers"
 
-    def __init__(self, settings: GatewaySettings, *, clock: Clock = REAL) -> None:
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        *,
+        clock: Clock = REAL,
+        origins: Mapping[str, Origin] | None = None,
+        has_one_client: bool = False,
+    ) -> None:
+        """Make a gateway.
+
+        `origins` says how each upstream is reached, in place of the settings. With one client, as
+        on a pipe, every conversation is the client's own.
+        """
         super().__init__(
             "gateway",
             version=__version__,
@@ -90,17 +104,20 @@ class Gateway(App):
         self._clock = clock
         self.sealer = self._sealer()
         self._reaper = Reaper()
-        references = settings.references()
+        self.has_one_client = has_one_client
+        # The session of the one client. None: it has not opened it, or there are several.
+        self.owner: Session | None = None
+        if origins is None:
+            origins = _origins_of(settings)
         self.upstreams: dict[str, Upstream] = {}
         self._stated: dict[str, UpstreamSettings] = {}
         # The upstreams over HTTP that do not speak the newest revision.
         self._older: set[str] = set()
         self._shares = {each.name: settings.share_of(each) for each in settings.upstreams}
         for each in settings.upstreams:
-            origin = structs.replace(
-                origin_of(each, references), digest=each.digest, allows=each.allows
+            self.upstreams[each.name] = Upstream(
+                origins[each.name], reaper=self._reaper, clock=clock
             )
-            self.upstreams[each.name] = Upstream(origin, reaper=self._reaper, clock=clock)
             self._stated[each.name] = each
         # By upstream and unit of sharing.
         self._conversations: dict[tuple[str, str], asyncio.Task[UpstreamSession]] = {}
@@ -245,7 +262,9 @@ class Gateway(App):
         """
         share = self._shares[upstream.name]
         unit = ""
-        if share in ("caller", "call"):
+        if self.has_one_client and share != "call":
+            unit = OWN
+        elif share in ("caller", "call"):
             unit = f"caller {caller}"
         elif share == "session":
             unit = f"{OWN}{session.id or caller}"
@@ -261,7 +280,10 @@ class Gateway(App):
 
     def is_owned(self, upstream: Upstream, session: Session) -> bool:
         """Return whether one session of a client has a conversation with an upstream for itself."""
-        return session.id is not None and self._shares[upstream.name] == "session"
+        share = self._shares[upstream.name]
+        if self.has_one_client:
+            return share != "call"
+        return session.id is not None and share == "session"
 
     async def _opened(
         self, upstream: Upstream, key: tuple[str, str], client: Session
@@ -272,7 +294,8 @@ class Gateway(App):
         conversation.on_renewed = partial(self._renewed, conversation, unit)
         capabilities: dict[str, Any] = {}
         name: dict[str, str] | None = None
-        if unit.startswith(OWN) and client.id is not None:
+        # A client without a handshake declares in each request, and an older server has none.
+        if self.is_owned(upstream, client) and not client.revision.is_stateless:
             capabilities = client.capabilities
             name = client.client
         try:
@@ -443,13 +466,12 @@ class Gateway(App):
 
     async def _back(self, upstream: Upstream) -> None:
         pause = BACK_AFTER
-        client = Session(HANDSHAKE[-1])
         try:
             while True:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, BACK_AT_MOST)
                 try:
-                    await self.entries(upstream, "tools", "", client)
+                    await self.entries(upstream, "tools", "", self._someone())
                 except (RpcError, CallFailed):
                     continue
                 break
@@ -466,13 +488,35 @@ class Gateway(App):
 
     async def _reach(self, upstream: Upstream) -> None:
         try:
-            tools = await self.entries(upstream, "tools", "", Session(HANDSHAKE[-1]))
+            tools = await self.entries(upstream, "tools", "", self._someone())
             announce(escaped(f"{upstream.name}: ready, {len(tools)} tools"))
         except (RpcError, CallFailed) as error:
             reason = reason_of(error).removeprefix(f"{upstream.name}: ")
             announce(escaped(f"{upstream.name}: {reason}"))
 
+    def _someone(self) -> Session:
+        """Return the client for whom upstreams are reached without a request."""
+        return self.owner or Session(HANDSHAKE[-1])
+
     # --- serving ----------------------------------------------------------------------------------
+
+    def run(
+        self, transport: Literal["stdio", "http", "tcp", "unix"] = "stdio", **options: Any
+    ) -> None:
+        """Serve until a signal stops it, as `App.run` does. On stdin and stdout is one client."""
+        self.has_one_client = self.has_one_client or transport == "stdio"
+        super().run(transport, **options)
+
+    def connection_to(self, name: str, send: Send, link: str) -> StdioConnection:
+        """Return the connection of the one client, to one upstream as it is."""
+        return StdioConnection(
+            send,
+            self._mcp_servers()[f"/mcp/{name}"],
+            lambda line, sender: self._serving().handle(line, sender),
+            {},
+            self.limits,
+            link,
+        )
 
     def _mcp_servers(self) -> "dict[str, Server]":
         self._fronts = {"/mcp": MergedFront(self)}
@@ -512,7 +556,8 @@ class Gateway(App):
 
     async def _enter(self) -> None:
         await super()._enter()
-        self.start(self.reach_all())
+        if not self.has_one_client:
+            self.start(self.reach_all())
 
     async def status(self) -> dict[str, Any]:
         """Return the state of each upstream, with the number of its unknown records."""
@@ -569,6 +614,17 @@ class Gateway(App):
             )
             self._singles.clear()
             await self._reaper.aclose()
+
+
+def _origins_of(settings: GatewaySettings) -> dict[str, Origin]:
+    """Return how each upstream of the settings is reached."""
+    references = settings.references()
+    return {
+        each.name: structs.replace(
+            origin_of(each, references), digest=each.digest, allows=each.allows
+        )
+        for each in settings.upstreams
+    }
 
 
 def _has_failed(opening: "asyncio.Task[UpstreamSession]") -> bool:

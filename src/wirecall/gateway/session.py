@@ -28,13 +28,14 @@ from wirecall.mcp.client.links import McpLink
 from wirecall.mcp.client.negotiate import PROBE
 from wirecall.mcp.revisions import HANDSHAKE, REVISIONS, STATELESS, Revision
 from wirecall.mcp.types import LEVELS
-from wirecall.protocol.messages import Arrived, JsonObject, encode
+from wirecall.protocol.messages import UNREADABLE, Arrived, JsonObject, encode
 
 if TYPE_CHECKING:
     from wirecall.gateway.relay import Outbox
     from wirecall.gateway.upstream import Upstream
     from wirecall.mcp.server.peer import Outlet, Session
 
+DISCOVER = "server/discover"
 INITIALIZED = "notifications/initialized"
 LEVEL = "logging/setLevel"
 SUBSCRIBE = "resources/subscribe"
@@ -55,6 +56,12 @@ class _Introduced(Struct, rename="camel"):
     protocol_version: str
 
 
+class _Discovered(Struct, rename="camel"):
+    """The member of the result of `server/discover` that matters here."""
+
+    supported_versions: list[str]
+
+
 class _Uri(Struct):
     uri: str
 
@@ -68,6 +75,7 @@ class _Token(Struct, rename="camel"):
 
 
 _decode_introduced = msgspec.json.Decoder(_Introduced).decode
+_decode_discovered = msgspec.json.Decoder(_Discovered).decode
 _decode_uri = msgspec.json.Decoder(_Uri).decode
 _decode_level = msgspec.json.Decoder(_Level).decode
 _decode_token = msgspec.json.Decoder(_Token).decode
@@ -375,19 +383,36 @@ class UpstreamSession:
             return
         await self.notify(INITIALIZED, UNSET)
 
+    async def discovers(self) -> bool:
+        """Return whether the server speaks 2026-07-28. Nothing is agreed on."""
+        await self.ready()
+        try:
+            await self._described(START_TIME)
+        except (RpcError, Refused, BadAnswer, TimeoutError):
+            return False
+        return True
+
     async def _discover(self) -> bool:
         """Ask the server for what it is at 2026-07-28; return whether it speaks that revision."""
-        newest = STATELESS[-1]
-        self.link.revision = newest
         try:
-            async with asyncio.timeout(PROBE):
-                found = await self._ask("server/discover", translate.envelope())
+            self._introduced = await self._described(PROBE)
+        except (RpcError, CallFailed, TimeoutError):
+            return False
+        self.revision = STATELESS[-1]
+        return True
+
+    async def _described(self, patience: float) -> Raw:
+        """Return what the server says of itself at 2026-07-28."""
+        self.link.revision = STATELESS[-1]
+        try:
+            async with asyncio.timeout(patience):
+                found = await self._ask(DISCOVER, translate.envelope())
+            if not is_newest(found):
+                raise BadAnswer(f"what answers {DISCOVER} is not its result")
+            return found
         except (RpcError, CallFailed, TimeoutError):
             self.link.revision = None
-            return False
-        self.revision = newest
-        self._introduced = found
-        return True
+            raise
 
     def described(self) -> dict[str, Any]:
         """Return what the server says of itself."""
@@ -555,3 +580,14 @@ class UpstreamSession:
 
 def _nothing(_entry: AnyEntry) -> None:
     """The result stays raw."""
+
+
+def is_newest(found: Raw) -> bool:
+    """Return whether what answers `server/discover` comes from a server of 2026-07-28.
+
+    Some older servers answer any request.
+    """
+    try:
+        return STATELESS[-1].name in _decode_discovered(found).supported_versions
+    except UNREADABLE:
+        return False

@@ -279,7 +279,18 @@ class StdioConnection:
         if message.id is UNSET:
             refusal = InvalidRequest("initialize is a request: it needs an id")
             return self._failure(None, refusal, None)
+        if self._server.waits_to_open:
+            return self._open_later(message)
         self._session, answer = self._server.opened(message)
+        self._session.calls = self._calls
+        return answer
+
+    async def _open_later(self, message: Envelope) -> bytes:
+        """Open the session of the connection after the words of another server."""
+        try:
+            self._session, answer = await self._server.open_session(message, self._caller)
+        except RpcError as error:
+            return self._failure(message.id, error, None)
         self._session.calls = self._calls
         return answer
 

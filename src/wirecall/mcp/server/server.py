@@ -633,6 +633,9 @@ class Server:
         session = Session(revision, params.capabilities, client=named_client(params.client))
         return session, self.answers.to(message.id, introduction, revision)
 
+    # `open_session` awaits another server, so `opened` has no answer.
+    waits_to_open = False
+
     async def open_session(self, message: Envelope, _caller: str) -> tuple[Session, bytes]:
         """Return the same as `opened`. A server that is in front of another one may wait here."""
         return self.opened(message)
