@@ -634,6 +634,16 @@ async def test_wrap_finishes_a_command_when_its_client_leaves(tmp_path: Path, fi
         assert await process.ended() == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+async def test_wrap_ends_at_a_signal(tmp_path: Path, file: Path, number: signal.Signals) -> None:
+    """G9: while it waits for its client, the loop that it uses runs the handler of the signal."""
+    ledger = f"sqlite:{tmp_path / 'ledger.db'}"
+    async with started(*wrap_words("--ledger", ledger, "--", *counter(file))) as process:
+        await process.greet()
+        process.process.send_signal(number)
+        assert await process.ended() == 0
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 async def test_wrap_that_is_killed_leaves_no_process(tmp_path: Path, file: Path) -> None:
     """G9, trap 6: the child ends, although nothing closes its group."""

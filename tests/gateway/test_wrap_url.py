@@ -12,6 +12,7 @@ from tests.client.conftest import nothing_is_left as nothing_is_left
 from tests.client.peers import served
 from tests.gateway.fronts import Client, enveloped, introduction
 from wirecall import App, Context
+from wirecall.auth.store import FileStore, Login
 from wirecall.gateway.login import StoredLogin
 from wirecall.gateway.pipe import Wrap
 from wirecall.gateway.upstream import Origin
@@ -124,6 +125,34 @@ async def test_stored_login_of_an_address_without_one_sends_nothing(
     (tmp_path / "wirecall" / "logins").mkdir(parents=True, mode=0o700)
     assert await login.headers("POST", "http://127.0.0.1:9/mcp") == {}
     await asyncio.get_running_loop().shutdown_default_executor()
+
+
+async def test_wrap_url_reads_a_login_that_is_made_after_a_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G4: the first request is refused, then the user logs in, and no restart is needed."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    app = shop([], authenticate=_bearer)
+    async with served(app) as url, wrapped_url(f"{url}/mcp", auth=StoredLogin) as client:
+        refused = await client.ask("initialize", introduction())
+        assert "401" in refused["error"]["message"]
+        login = Login(
+            client_id="c",
+            server=f"{url}/mcp",
+            issuer=url,
+            token_endpoint=f"{url}/token",
+            access_token="right",
+        )
+        await FileStore().save(login)
+        await client.greet()
+        assert "result" in await client.ask("tools/call", {"name": "look"})
+    await asyncio.get_running_loop().shutdown_default_executor()
+
+
+def _bearer(headers: Mapping[str, str]) -> str | None:
+    if headers.get("authorization") == "Bearer right":
+        return "ann"
+    return None
 
 
 async def test_wrap_url_makes_a_session_that_is_gone_again() -> None:

@@ -260,6 +260,7 @@ class Wrap:
         """Serve until the end of stdin, or a signal."""
         from wirecall.transports import stdio
         from wirecall.transports.pipe_name import pipe_name
+        from wirecall.transports.serve import new_loop
 
         link = pipe_name(0, self._origin.label, self.app.ledger_url)
         stdio.serve(
@@ -268,4 +269,5 @@ class Wrap:
             startup=self.app._enter,
             cleanup=self.aclose,
             limits=LIMITS,
+            loop_factory=new_loop,
         )

@@ -17,13 +17,15 @@ import contextlib
 import os
 import signal
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
+from wirecall.aio import wake
 from wirecall.errors import CallFailed, ConnectionLost, NotSent, UsageError
 from wirecall.files import IS_PORTABLE
 from wirecall.logs import printable
-from wirecall.transports.framing import LINES, Framing
+from wirecall.transports.framing import LINES, Framing, Split
 from wirecall.transports.lines import CHUNK, Threaded
 from wirecall.transports.reaper import Reaper
 
@@ -48,6 +50,61 @@ def kill_all() -> None:
     for process in list(_living):
         if process.returncode is None:  # else another process may have its pid by now
             _kill(process)
+
+
+class _Lines(asyncio.Protocol):
+    """Passes lines on as they come, at most `TURN` of them in each turn of the loop."""
+
+    def __init__(self, splitter: Split, take: OnLine) -> None:
+        self.splitter = splitter
+        self._take = take
+        self._loop = asyncio.get_running_loop()
+        # Done when all lines are passed on, or the rest cannot be read.
+        self.over: asyncio.Future[None] = self._loop.create_future()
+        self._waiting: deque[bytes] = deque()
+        self._has_ended = False
+        # None: a thread reads.
+        self._transport: asyncio.ReadTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # Those of uvloop are not subclasses.
+        self._transport = cast(asyncio.ReadTransport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._waiting.extend(self.splitter.feed(data))
+        self._pass_on()
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        self._has_ended = True
+        self._waiting.extend(self.splitter.rest())
+        self._pass_on()
+
+    async def pump(self, source: Threaded) -> None:
+        """Take the bytes that a thread reads."""
+        while data := await source.read():
+            self.data_received(data)
+            while self._waiting:  # noqa: ASYNC110  # a few turns, of which each takes some
+                await asyncio.sleep(0)
+        self.connection_lost(None)
+
+    def _pass_on(self) -> None:
+        waiting = self._waiting
+        for _ in range(min(TURN, len(waiting))):
+            self._take(waiting.popleft())
+        if waiting:
+            self._pause()
+            self._loop.call_soon(self._pass_on)
+        elif self.splitter.broken is not None:
+            self._pause()
+            wake(self.over, None)
+        elif self._has_ended:
+            wake(self.over, None)
+        elif self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def _pause(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
 
 
 class Child:
@@ -90,6 +147,8 @@ class Child:
         self._process: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._pipes: list[asyncio.ReadTransport | Threaded] = []
+        # `aclose` has begun.
+        self._is_closing = False
         # The last part of its stderr.
         self._kept = b""
 
@@ -101,10 +160,14 @@ class Child:
         """
         if self._reaper is not None:
             await self._reaper.open()
+        lines = _Lines(
+            self._framing.splitter(self._max_bytes), lambda line: self._take(line, on_line)
+        )
+        stderr = asyncio.StreamReader()
         try:
             with contextlib.ExitStack() as theirs:
-                stdout, its_stdout = await self._output(theirs)
-                stderr, its_stderr = await self._output(theirs)
+                out, its_stdout = await self._output(lines, theirs)
+                err, its_stderr = await self._output(asyncio.StreamReaderProtocol(stderr), theirs)
                 process = await self._start(its_stdout, its_stderr, theirs.pop_all())
         except BaseException as error:
             for pipe in self._pipes:
@@ -116,12 +179,17 @@ class Child:
         _living.add(process)
         if self._reaper is not None:
             self._reaper.watch(process.pid)
-        errors = asyncio.create_task(self._read_stderr(stderr))
-        lines = asyncio.create_task(self._read_lines(process, stdout, errors, on_line, on_end))
-        self._tasks = [errors, lines]
+        errors = asyncio.create_task(self._read_stderr(err or stderr))
+        end = asyncio.create_task(self._await_end(process, out, lines, errors, on_end))
+        self._tasks = [errors, end]
 
-    async def _output(self, theirs: contextlib.ExitStack) -> tuple[_Reader, int]:
-        """Return the reader of a new pipe, and the child's end of it, which `theirs` closes.
+    async def _output(
+        self, protocol: asyncio.Protocol, theirs: contextlib.ExitStack
+    ) -> tuple[Threaded | None, int]:
+        """Let a protocol read a new pipe; return the child's end of it, which `theirs` closes.
+
+        Where the loop cannot watch pipes, the first value is the thread that reads, in place of the
+        protocol.
 
         The pipe is our own: a process that the child started may hold the child's end open, and we
         have to close ours.
@@ -132,12 +200,11 @@ class Child:
             threaded = Threaded(ours, owned=True)
             self._pipes.append(threaded)
             return threaded, its
-        reader = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(ours, "rb", 0)
+            lambda: protocol, os.fdopen(ours, "rb", 0)
         )
         self._pipes.append(transport)
-        return reader, its
+        return None, its
 
     async def _start(
         self, stdout: int, stderr: int, theirs: contextlib.ExitStack
@@ -202,6 +269,7 @@ class Child:
         """End the process and everything that belongs to it."""
         process = self._process
         self._process = None
+        self._is_closing = True
         if process is None:
             return
         assert process.stdin is not None
@@ -231,31 +299,25 @@ class Child:
 
     # --- reading its output -----------------------------------------------------------------------
 
-    async def _read_lines(
+    def _take(self, line: bytes, on_line: OnLine) -> None:
+        if not self._is_closing:
+            on_line(line)
+
+    async def _await_end(
         self,
         process: asyncio.subprocess.Process,
-        stdout: _Reader,
+        stdout: Threaded | None,
+        lines: _Lines,
         errors: "asyncio.Task[None]",
-        on_line: OnLine,
         on_end: OnEnd,
     ) -> None:
-        splitter = self._framing.splitter(self._max_bytes)
-        is_over = False
-        while not is_over and splitter.broken is None:
-            data = await stdout.read(CHUNK)
-            is_over = not data
-            lines = splitter.feed(data)
-            if is_over:
-                lines = splitter.rest()
-            for number, line in enumerate(lines, start=1):
-                # `aclose` has begun: its output is read and dropped.
-                if self._process is not process:
-                    break
-                on_line(line)
-                if number % TURN == 0:
-                    await asyncio.sleep(0)
-        if splitter.broken is not None:
-            on_end(ConnectionLost(f"the server sent bytes that cannot be read: {splitter.broken}"))
+        """Wait for the end of the output, and report it."""
+        if stdout is not None:
+            await lines.pump(stdout)
+        await lines.over
+        broken = lines.splitter.broken
+        if broken is not None:
+            on_end(ConnectionLost(f"the server sent bytes that cannot be read: {broken}"))
             return
         # A child that closes stdout is about to end, and its last words on stderr are still
         # pending.

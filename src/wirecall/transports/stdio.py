@@ -91,10 +91,11 @@ def serve(
     limits: Limits | None = None,
     framing: Framing = LINES,
     portable: bool = IS_PORTABLE,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> None:
     """Serve stdin and stdout until EOF, SIGTERM, SIGINT or SIGHUP.
 
-    `portable` reads and writes in threads, as on Windows.
+    `portable` reads and writes in threads, as on Windows. `loop_factory` makes the event loop.
     """
     if os.isatty(0) and sys.stderr is not None:  # a person has started it, not a client
         how = "one message per line"
@@ -103,7 +104,8 @@ def serve(
         announce(f"Serving JSON-RPC and MCP on stdin and stdout, {how}. Ctrl-C stops it.")
     stop = Stop()
     try:
-        with signals(stop), protocol_streams() as (reader, writer), asyncio.Runner() as runner:
+        runs = asyncio.Runner(loop_factory=loop_factory)
+        with signals(stop), protocol_streams() as (reader, writer), runs as runner:
             options: Any = {
                 "grace": grace,
                 "startup": startup,
@@ -444,7 +446,8 @@ def woken_by_signals() -> Iterator[None]:
         woken.setblocking(False)
         waking.setblocking(False)
         try:
-            loop.add_reader(woken, woken.recv, 64)
+            # A function of Python's, since handlers run between its steps: uvloop has none itself.
+            loop.add_reader(woken, lambda: woken.recv(64))
         except NotImplementedError:  # Windows' loop, which signals wake anyway
             yield
             return
