@@ -74,11 +74,14 @@ class Answer(Struct, frozen=True):
     code: int | None = None
     is_replayed: bool = False
     is_recognised: bool = False
+    ran: str | None = None  # what an error says of the effect
 
 
 def read_answer(message: Any, *, is_replayed: bool = False) -> Answer:
     if "error" in message:
-        return Answer(code=message["error"]["code"], is_replayed=is_replayed)
+        error = message["error"]
+        ran = (error.get("data") or {}).get("ran")
+        return Answer(code=error["code"], is_replayed=is_replayed, ran=ran)
     result = message["result"]
     if "content" not in result:
         return Answer(result["run"], is_replayed=is_replayed)
@@ -163,14 +166,21 @@ class Raw(Sender):
     """/rpc, or a revision of MCP."""
 
     def __init__(
-        self, way: str, name: str, port: int, caller: str = "", *, is_matched: bool = True
+        self,
+        way: str,
+        name: str,
+        port: int,
+        caller: str = "",
+        *,
+        is_matched: bool = True,
+        path: str = "/mcp",
     ) -> None:
         super().__init__(f"raw {way}", name, caller)
         self.is_matched = is_matched
         self.can_cancel = way in LEGACY
         self.way = way
         self._port = port
-        self._path = "/rpc" if way == "/rpc" else "/mcp"
+        self._path = "/rpc" if way == "/rpc" else path
         self._url = f"http://{ADDRESS}:{port}{self._path}"
         self._session = ""
         self._http = aiohttp.ClientSession()
