@@ -36,6 +36,7 @@ PARTS: tuple[Part, ...] = ("none", "first byte", "half", "all but one byte")
 PATIENCE = 90.0  # seconds after which a client without an answer is a fault
 # Seconds after which a client gives up a call whose connection was cut, unless it has noticed.
 GIVE_UP = 0.1
+MANY = 1 << 20  # bytes that no buffer of a narrow client holds
 FILLER = b"xxxxxxxx"  # the rest of a result that is long
 NARROW = 4096  # bytes that a client takes in advance, if a long answer will be cut in the middle
 ADDRESS = "127.0.0.1"
@@ -306,7 +307,7 @@ class Raw(Sender):
                 if short_of is not None:
                     seen = await _read_up_to(answer.content, short_of)
                     answer.close()
-                    raise CutInAnswer if _is_of_answer(answer, seen) else Cut
+                    raise CutInAnswer if _is_long(answer, seen) else Cut
                 body = await answer.read()
                 if answer.content_type == "text/event-stream":
                     lines = [line for line in body.split(b"\n") if line.startswith(b"data: {")]
@@ -431,12 +432,12 @@ async def _read_part(made: socket.socket, part: Part) -> None:
         wanted -= len(piece)
 
 
-def _is_of_answer(answer: aiohttp.ClientResponse, seen: bytes) -> bool:
-    """Whether the beginning of a body has something of the answer to a call with a long result.
+def _is_long(answer: aiohttp.ClientResponse, seen: bytes) -> bool:
+    """Whether the beginning of a body belongs to a long result, which no buffer holds.
 
-    A stream may begin with progress, or with the answer to another entry.
+    A stream may begin with progress, or with the answer to another entry; and an error is short.
     """
-    return answer.content_type == "application/json" or FILLER in seen
+    return (answer.content_length or 0) > MANY or FILLER in seen
 
 
 async def _read_up_to(content: aiohttp.StreamReader, count: int) -> bytes:
