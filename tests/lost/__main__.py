@@ -119,7 +119,7 @@ def _run_gateway(folder: Path, log: IO[bytes], options: argparse.Namespace, bega
     )
     if wrong:
         print(hall.gateway.log(), file=sys.stderr)
-    return len(wrong) + swallowed + replays + len(run.left)
+    return len(wrong) + int(swallowed) + int(replays) + len(run.left)
 
 
 def _options() -> argparse.Namespace:

@@ -129,6 +129,8 @@ class Story(Struct):
     def __str__(self) -> str:
         trial = self.trial
         shape = f"overlapping {trial.is_overlapping}, watched {trial.is_watched}"
+        if trial.moment == "reading":
+            shape = f"{trial.part} of {trial.size} bytes"
         met = f"{self.losses} losses, {self.kills} kills, {self.unknowns} unknown"
         return (
             f"{self.kind}, {self.order.method}: {trial}, {shape}: {met}, {self.effects} effects, "
@@ -724,8 +726,10 @@ async def check(story: Story, door: Door, effects: list[Effect]) -> None:
     await door.books.until_lost(story.order.method, MARK)
     records = await door.books.records(story.order.method)
     ends = [(record.state.value, record.delivery) for record in records]
-    handed_over = [end for end in ends if end[1] == "written"]
-    if len(handed_over) - 1 - story.unknowns < extra:
+    handed_over = len([end for end in ends if end[1] == "written"])
+    if ("done", "written") not in ends:  # a kill came before the mark of the last answer
+        handed_over += 1
+    if handed_over - 1 - story.unknowns < extra:
         story.faults.append(f"doubled: {ends}")
     elif story.must_be_seen and story.losses == 1:
         story.faults.append(f"doubled: a loss was not seen: {ends}")

@@ -26,6 +26,7 @@ from msgspec import Struct
 from tests.client.peers import Listening, Reader, Writer
 from tests.mcp.asgi import BASIC, LEGACY, R5, enveloped, hello, notification, repeated, request
 from tests.mcp.node import installed, node
+from wirecall.transports.arrivals import CONFIRM_AFTER
 
 How: TypeAlias = Literal["cut", "cancel"]
 # Of an answer, which its client reads.
@@ -261,6 +262,7 @@ class Raw(Sender):
             "",
         ]
         loop = asyncio.get_running_loop()
+        begun = loop.time()
         with socket.socket() as made:
             made.setblocking(False)
             try:
@@ -271,7 +273,9 @@ class Raw(Sender):
                     made.shutdown(socket.SHUT_WR)
                 if part is not None:
                     await _read_part(made, part)
-                    raise CutInAnswer
+                    # A server waits so long for the reset of a client that does not want its answer.
+                    is_soon = loop.time() - begun < CONFIRM_AFTER / 2
+                    raise CutInAnswer if is_soon else Cut
                 seen = b""
                 while not _is_whole(seen):
                     piece = await loop.sock_recv(made, 1 << 16)
@@ -306,6 +310,8 @@ class Raw(Sender):
             async with http.post(self._url, json=message, headers=self._headers(message)) as answer:
                 if short_of is not None:
                     seen = await _read_up_to(answer.content, short_of)
+                    if len(seen) == answer.content_length:  # it is short, and has come
+                        return self._read(message, seen, answer.headers)
                     answer.close()
                     raise CutInAnswer if _is_long(answer, seen) else Cut
                 body = await answer.read()
