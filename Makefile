@@ -76,9 +76,10 @@ crash: $(VENV)/test  ## the long run of kills: make crash KILLS=10000 SEED=7
 
 CUTS ?= 5000
 REPEATS ?= 10000
+RESENDS ?= 5000
 
-lost: $(VENV)/test  ## the long run of lost answers: make lost CUTS=5000 REPEATS=10000 SEED=7
-	$(BIN)/python -m tests.lost --cuts $(CUTS) --repeats $(REPEATS) --seed $(SEED)
+lost: $(VENV)/test  ## the long run of lost answers, also in front of the gateway: make lost CUTS=5000 REPEATS=10000 RESENDS=5000 SEED=7
+	$(BIN)/python -m tests.lost --cuts $(CUTS) --repeats $(REPEATS) --resends $(RESENDS) --seed $(SEED)
 
 clean:
 	rm -rf $(VENV) .venv-frameworks

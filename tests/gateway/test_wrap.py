@@ -27,6 +27,7 @@ from tests.gateway.fronts import (
 )
 from tests.size import IS_FULL
 from wirecall.errors import NotSent
+from wirecall.gateway.forward import LEASE
 from wirecall.gateway.pipe import Wrap
 from wirecall.gateway.upstream import Breaker, Places, Starts
 from wirecall.ledger.base import LedgerDown
@@ -676,6 +677,32 @@ async def test_wrap_that_was_killed_in_a_command_calls_it_unknown(
         answer = await process.ask("tools/call", params)
         assert (answer["error"]["code"], answer["error"]["data"]["ran"]) == (50910, "unknown")
     assert effects(file) == 1
+
+
+@pytest.mark.skipif(not IS_FULL, reason="stands still for longer than a lease, 10 s")
+async def test_wrap_that_stood_still_does_not_give_its_command_up(
+    tmp_path: Path, file: Path
+) -> None:
+    """Trap 11: a machine that sleeps while a command runs. The call that is sent again gets the
+    answer of the first one.
+    """
+    ledger = f"sqlite:{tmp_path / 'ledger.db'}"
+    words = wrap_words("--ledger", ledger, "--name", "bank", "--", *counter(file))
+    params = {"name": "pay", "arguments": {"then": "wait"}}
+    async with started(*words) as process:
+        await process.greet()
+        await process.send(message_of("tools/call", params, 9))
+        await until(lambda: effects(file) == 1)
+        process.process.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(LEASE + 1.0)
+        await process.send(message_of("tools/call", params, 10))
+        process.process.send_signal(signal.SIGCONT)
+        assert "result" in await process.ask("tools/call", {"name": "look"})
+        file.with_suffix(".go").touch()
+        told = [json.loads(await process.line()) for _ in range(2)]
+        again = {answer["id"]: answer for answer in told}[10]
+        assert again["result"]["_meta"]["io.wirecall/replayed"] is True
+        assert effects(file) == 1
 
 
 def test_wrap_refuses_a_name_that_is_not_a_file(tmp_path: Path) -> None:

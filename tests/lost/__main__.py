@@ -1,7 +1,7 @@
-"""The long run: `python -m tests.lost --cuts 5000 --repeats 10000 --seed 7`.
+"""The long run: `python -m tests.lost --cuts 5000 --repeats 10000 --resends 5000 --seed 7`.
 
-Runs one stand after another, all from one seed. Ends with a table, and with code 1 if anything was
-wrong.
+Runs one stand after another, and then the gateway, all from one seed. Ends with a table, and with
+code 1 if anything was wrong.
 """
 
 import argparse
@@ -11,10 +11,12 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from tests.lost import relayed
 from tests.lost.harness import Repeats, Run, Story, summary
 from tests.lost.stand import Plan, Stand
 from tests.servers import Postgres, Redis, make_store
@@ -39,6 +41,8 @@ PLANS = [
     (Plan("uvicorn", "postgres", workers=2), 8),
 ]
 KILLS = 0.03  # of the trials
+CHILDREN = 3  # servers on stdio behind the gateway
+REPEATS_OF_GATEWAY = 5  # one of so many repeats goes through the gateway
 
 
 def main() -> int:
@@ -78,8 +82,44 @@ def main() -> int:
             repeats[plan] = run.repeats
             kills += len(stand.kills)
             _report_stand(plan, run, time.monotonic() - began)
+        wrong = 0
+        if options.only in "gateway" and options.resends:
+            wrong = _run_gateway(folder, log, options, began)
         text = (folder / "log").read_text(errors="replace")
-    return _report(stories, repeats, kills, time.monotonic() - began, text)
+    if plans:
+        wrong += _report(stories, repeats, kills, time.monotonic() - began, text)
+    return int(bool(wrong))
+
+
+def _run_gateway(folder: Path, log: IO[bytes], options: argparse.Namespace, began: float) -> int:
+    """Lose answers in front of the gateway; return how much was wrong."""
+    place = Path(tempfile.mkdtemp(dir=folder))
+    hall = relayed.Hall(place, log, CHILDREN)
+    run = relayed.Run(hall, f"{options.seed} gateway")
+    asyncio.run(run.live(options.resends, options.repeats // REPEATS_OF_GATEWAY, KILLS))
+    wrong = [story for story in run.stories if story.faults]
+    rows: list[Callable[[relayed.Story], str]] = [
+        lambda story: story.kind,
+        lambda story: str(story.trial),
+    ]
+    for row in rows:
+        print(f"\n{relayed.summary(run.stories, row)}")
+    for story in wrong:
+        print(f"    {story}")
+    again = sum(story.sendings - 1 for story in run.stories)
+    calls, swallowed, replays = (
+        sum(getattr(told, name) for told in run.repeats)
+        for name in ("calls", "swallowed", "replays")
+    )
+    print(
+        f"\n{time.monotonic() - began:6.0f} s  gateway: {again} sent again, {len(hall.kills)} kills "
+        f"of it and of its servers, {len(wrong)} wrong; {calls} repeats, {swallowed} swallowed, "
+        f"{replays} replayed; {len(run.left)} processes left\n",
+        flush=True,
+    )
+    if wrong:
+        print(hall.gateway.log(), file=sys.stderr)
+    return len(wrong) + int(swallowed) + int(replays) + len(run.left)
 
 
 def _options() -> argparse.Namespace:
@@ -89,10 +129,15 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--cuts", type=int, default=5000, help="how many, about")
     parser.add_argument("--repeats", type=int, default=10_000, help="intended repeats, about")
     parser.add_argument(
+        "--resends", type=int, default=5000, help="how many in front of the gateway, about"
+    )
+    parser.add_argument(
         "--seed", type=int, default=random.randrange(1 << 32), help="repeats the choices of a run"
     )
     parser.add_argument(
-        "--only", default="", help='stands with this in their name: "sqlite", "granian, redis"'
+        "--only",
+        default="",
+        help='stands with this in their name: "sqlite", "granian, redis", "gateway"',
     )
     parser.add_argument(
         "--noticed-after",

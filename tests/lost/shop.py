@@ -230,12 +230,12 @@ def _result(effect: Effect, size: int) -> dict[str, str]:
 
 
 def read_effects(path: str) -> list[Effect]:
+    """The effects so far. A line that is being written may have come in part."""
+    if not os.path.exists(path):
+        return []
     decode = msgspec.json.Decoder(Effect).decode
-    return (
-        [decode(line) for line in Path(path).read_bytes().splitlines()]
-        if os.path.exists(path)
-        else []
-    )
+    whole, _, _ = Path(path).read_bytes().rpartition(b"\n")
+    return [decode(line) for line in whole.splitlines()]
 
 
 if "LOST" in os.environ:

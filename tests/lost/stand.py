@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import IO, Any, Literal, TypeAlias
@@ -74,6 +74,68 @@ class Hold:
         self._go.set()
 
 
+class Control:
+    """The socket where handlers ask at every point of their run whether they may continue."""
+
+    def __init__(self, path: Path, on_asked: Callable[[Asked], object]) -> None:
+        self.path = str(path)
+        self._on_asked = on_asked
+        self._holds: dict[tuple[str, Point], Hold] = {}
+        self._questions: set[asyncio.Task[None]] = set()
+        # Done when a connection of a server is closed.
+        self._peers: set[asyncio.Future[None]] = set()
+
+    @asynccontextmanager
+    async def opened(self) -> "AsyncIterator[Control]":
+        """Answer in this block. The servers have to end in it."""
+        control = await asyncio.start_unix_server(self._serve, self.path)
+        try:
+            yield self
+        finally:
+            control.close()
+            for question in self._questions:
+                question.cancel()
+            if self._peers:
+                # The servers have ended, so their connections do.
+                await asyncio.wait(self._peers, timeout=PATIENCE)
+
+    def hold(self, order: str, at: Point) -> Hold:
+        """Keep the next handler of this order at a point."""
+        held = self._holds[order, at] = Hold()
+        return held
+
+    def release(self) -> None:
+        """Let every handler continue."""
+        for hold in self._holds.values():
+            hold.release()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        decode = msgspec.json.Decoder(Asked).decode
+        closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._peers.add(closed)
+
+        async def answer(asked: Asked) -> None:
+            held = self._holds.pop((asked.order, asked.at), None)
+            if held is not None:
+                await held.keep(asked)
+            with suppress(OSError):
+                writer.write(msgspec.json.encode({"id": asked.id}) + b"\n")
+                await writer.drain()
+
+        with suppress(OSError):
+            while line := await reader.readline():
+                asked = decode(line)
+                self._on_asked(asked)
+                question = asyncio.create_task(answer(asked))
+                self._questions.add(question)
+                question.add_done_callback(self._questions.discard)
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+        closed.set_result(None)
+        self._peers.discard(closed)
+
+
 class Stand:
     """One server, its ledger, and the effects of its handlers."""
 
@@ -101,14 +163,11 @@ class Stand:
         # Of each order whose handler was entered.
         self.records: defaultdict[str, set[RecordId]] = defaultdict(set)
         self._effects = str(folder / "effects")
-        self._control = str(folder / "control")
-        self._holds: dict[tuple[str, Point], Hold] = {}
+        self._control = Control(folder / "control", self._note)
+        self.hold = self._control.hold
         self._ledger: Ledger | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._killing = asyncio.Lock()
-        self._questions: set[asyncio.Task[None]] = set()
-        # Done when a connection of the server is closed.
-        self._peers: set[asyncio.Future[None]] = set()
         self._http: aiohttp.ClientSession | None = None
 
     @asynccontextmanager
@@ -118,23 +177,19 @@ class Stand:
             self._ask("DROP TABLE IF EXISTS lost_effects", TABLE)
         if self.store.is_durable:
             self._ledger = await open_ledger(self.store.url)
-        control = await asyncio.start_unix_server(self._serve_questions, self._control)
         try:
-            async with aiohttp.ClientSession() as self._http:
+            async with self._control.opened(), aiohttp.ClientSession() as self._http:
                 await self._start()
                 try:
                     yield self
                 finally:
                     await self.stop()
         finally:
-            control.close()
-            for question in self._questions:
-                question.cancel()
-            if self._peers:
-                # The server has ended, so its connections do.
-                await asyncio.wait(self._peers, timeout=PATIENCE)
             if self._ledger is not None:
                 await self._ledger.aclose()
+
+    def _note(self, asked: Asked) -> None:
+        self.records[asked.order].add(RecordId(*asked.record))
 
     # --- the process ------------------------------------------------------------------------------
 
@@ -165,7 +220,7 @@ class Stand:
         ]
         given = (
             self.store.url,
-            self._control,
+            self._control.path,
             self._effects,
             is_authenticated,
             self._key,
@@ -211,8 +266,7 @@ class Stand:
 
     async def stop(self) -> None:
         """Let the server stop gracefully: all handlers end."""
-        for hold in self._holds.values():
-            hold.release()
+        self._control.release()
         process = self._process
         self._process = None
         if process is not None and process.returncode is None:
@@ -270,40 +324,6 @@ class Stand:
             if found is None or found[1] != "pending" or time.monotonic() > deadline:
                 return found
             await asyncio.sleep(0.005)
-
-    # --- its handlers -----------------------------------------------------------------------------
-
-    def hold(self, order: str, at: Point) -> Hold:
-        """Keep the next handler of this order at a point."""
-        held = self._holds[order, at] = Hold()
-        return held
-
-    async def _serve_questions(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        decode = msgspec.json.Decoder(Asked).decode
-        closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._peers.add(closed)
-
-        async def answer(asked: Asked) -> None:
-            held = self._holds.pop((asked.order, asked.at), None)
-            if held is not None:
-                await held.keep(asked)
-            with suppress(OSError):
-                writer.write(msgspec.json.encode({"id": asked.id}) + b"\n")
-                await writer.drain()
-
-        with suppress(OSError):
-            while line := await reader.readline():
-                asked = decode(line)
-                self.records[asked.order].add(RecordId(*asked.record))
-                question = asyncio.create_task(answer(asked))
-                self._questions.add(question)
-                question.add_done_callback(self._questions.discard)
-        writer.close()
-        with suppress(OSError):
-            await writer.wait_closed()
-        closed.set_result(None)
 
     # --- its effects ------------------------------------------------------------------------------
 
