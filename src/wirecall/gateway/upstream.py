@@ -221,7 +221,7 @@ class Places:
         self._free = asyncio.Semaphore(most)
         self._most = most
         self.taken = 0
-        self._waiting = 0
+        self.waiting = 0
 
     @asynccontextmanager
     async def one(self) -> "AsyncIterator[Slot]":
@@ -236,13 +236,13 @@ class Places:
 
     async def take(self) -> None:
         """Wait for a place. `give_back` must follow."""
-        if self._waiting >= QUEUE:
+        if self.waiting >= QUEUE:
             raise NotSent(f"{self._most} calls are in flight and {QUEUE} wait for a place")
-        self._waiting += 1
+        self.waiting += 1
         try:
             await self._free.acquire()
         finally:
-            self._waiting -= 1
+            self.waiting -= 1
         self.taken += 1
 
     def give_back(self) -> None:
