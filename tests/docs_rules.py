@@ -199,6 +199,37 @@ FAMILIES: dict[str, tuple[str, dict[str, str]]] = {
             "G24": "The headers and keys of a wrapped address are not in a command line.",
         },
     ),
+    "X": (
+        "Traps of a gateway",
+        {
+            "X1": "The ids of two clients may be equal: each answer goes to its own request.",
+            "X2": "A report reaches the call that asked for it while that call is open, and no other.",
+            "X3": "The cancellation of a client that timed out does not stop a command.",
+            "X5": "A call goes by the list that its client has seen, "
+            "and never to the next server that has the name.",
+            "X6": "No process of a server stays after its clients, nor after a gateway that is killed.",
+            "X7": "At the end of stdin the commands that run are recorded, and then the server ends.",
+            "X8": "A large answer is passed on; a repetition that cannot get it again is told "
+            "that the call ran.",
+            "X9": "A command with a member twice is refused, and nothing is sent.",
+            "X10": "A server that dies after a command was written to it leaves an unknown outcome, "
+            "which its client sees before an equal call runs again.",
+            "X11": "A clock that is set, and a process that sleeps, double no effect.",
+            "X12": "Two gateways share a ledger: their clients do not wait for each other's calls, "
+            "and take no lost answer but their own.",
+            "X13": "Two callers with tokens are never taken for one user.",
+            "X14": "An entry of an array takes the same steps as a single call.",
+            "X15": "A caller never uses a session of another one unless `share` says so.",
+            "X16": "An equal call is a repetition in silence only on one pipe or session, "
+            "while the first call runs.",
+            "X17": "A tool has one record under all its names, and a name that points elsewhere "
+            "another one.",
+            "X18": "A connection that the server is about to close is not used for a call.",
+            "X19": "A recorded answer is given again in the words of the client's revision.",
+            "X20": "Nothing is translated between a client and a server of one era.",
+            "X21": "Sessions and states outlive a restart of the gateway.",
+        },
+    ),
 }
 SENTENCES = {
     number: sentence for _, rules in FAMILIES.values() for number, sentence in rules.items()
@@ -207,7 +238,7 @@ SENTENCES = {
 # Modules whose comments name the revisions R1 to R5, and no rules.
 OF_REVISIONS = {"tests/mcp/asgi.py", "tests/mcp/test_revisions.py"}
 
-_NUMBER = re.compile(r"\b([JPVTBEARG])(\d{1,2})\b(?: to \1(\d{1,2})\b)?")
+_NUMBER = re.compile(r"\b([JPVTBEARGX])(\d{1,2})\b(?: to \1(\d{1,2})\b)?")
 
 
 def numbers_in(text: str) -> Iterator[str]:

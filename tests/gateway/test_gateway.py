@@ -71,7 +71,7 @@ async def test_gateway_passes_unknown_members_on(bench: Bench) -> None:
 
 
 async def test_gateway_records_a_tool_under_one_name_at_both_addresses(bench: Bench) -> None:
-    """G5, trap 17: a key that was used at `/mcp/bank` is the same command at `/mcp`."""
+    """G5, X17: a key that was used at `/mcp/bank` is the same command at `/mcp`."""
     async with bench.client("/mcp/bank") as client:
         await client.call_tool("pay", {"to": "ann"}, key="k")
     async with bench.client("/mcp") as client:
@@ -515,7 +515,7 @@ async def test_gateway_run_serves_one_client_on_stdio(tmp_path: Path) -> None:
 async def test_gateway_run_ends_its_children_with_it(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    """G9, trap 6: with grace, and if the gateway is killed."""
+    """G9, X6: with grace, and if the gateway is killed."""
     address = f"127.0.0.1:{free_port()}"
     words = [sys.executable, "-m", "wirecall", "gateway", "run", "--http", address]
     async with started(*words, cwd=configured(tmp_path)) as process:

@@ -103,7 +103,7 @@ async def test_wrap_passes_results_on_byte_for_byte(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("revision", NAMES[:4])
 async def test_wrap_speaks_the_revision_of_its_client(file: Path, revision: str) -> None:
-    """G1, trap 20: the server gets the client's revision, name and capabilities."""
+    """G1, X20: the server gets the client's revision, name and capabilities."""
     async with wrapped(file, revision=None) as client:
         answer = await client.greet(revision)
         assert answer["result"]["protocolVersion"] == revision
@@ -133,7 +133,7 @@ async def test_wrap_passes_a_question_of_the_server_on(client: Client) -> None:
 
 
 async def test_wrap_keeps_the_ids_of_clients_at_the_front(client: Client, file: Path) -> None:
-    """G1, trap 1: ids of all shapes, many at once: every answer has its own id."""
+    """G1, X1: ids of all shapes, many at once: every answer has its own id."""
     ids: list[Any] = [0, -5, 2**53, "", "1", "é", "a b", *range(1, 50)]
     first = [
         asyncio.create_task(client.pay(id=id, to=str(number), then="wait"))
@@ -147,7 +147,7 @@ async def test_wrap_keeps_the_ids_of_clients_at_the_front(client: Client, file: 
 
 
 async def test_wrap_reports_progress_under_the_token_of_the_client(client: Client) -> None:
-    """G1, trap 2: the server knows our token alone, and the client its own."""
+    """G1, X2: the server knows our token alone, and the client its own."""
     params = {**CALL, "_meta": {"progressToken": "mine"}}
     answer = await client.ask("tools/call", params)
     assert "result" in answer
@@ -156,7 +156,7 @@ async def test_wrap_reports_progress_under_the_token_of_the_client(client: Clien
 
 
 async def test_wrap_drops_reports_that_nothing_asked_for(client: Client) -> None:
-    """G1, trap 2: forged, late and foreign tokens are dropped; of a flood the last report arrives."""
+    """G1, X2: forged, late and foreign tokens are dropped; of a flood the last report arrives."""
     params = {"name": "pay", "arguments": {"reports": 10_000}, "_meta": {"progressToken": 1.5}}
     answer = await client.ask("tools/call", params)
     assert "result" in answer
@@ -335,7 +335,7 @@ async def test_wrap_of_a_server_that_cannot_run_says_why(
 async def test_wrap_calls_a_command_unknown_whose_answer_is_wrong(
     client: Client, file: Path, then: str, words: str
 ) -> None:
-    """G9, bad input, trap 10: unknown, once, with the reason; the next call is served."""
+    """G9, bad input, X10: unknown, once, with the reason; the next call is served."""
     answer = await client.pay(then=then, size=17 << 20)
     error = answer["error"]
     assert (error["code"], error["data"]["ran"]) == (50910, "unknown")
@@ -392,7 +392,7 @@ async def test_wrap_calls_a_command_unknown_that_is_never_answered(file: Path) -
 async def test_wrap_refuses_a_member_that_occurs_twice(
     client: Client, file: Path, params: bytes
 ) -> None:
-    """G9, trap 9: -32602, and nothing is sent."""
+    """G9, X9: -32602, and nothing is sent."""
     answer = await client.ask("tools/call", params)
     assert (answer["error"]["code"], answer["error"]["data"]["ran"]) == (-32602, "no")
     assert "twice" in answer["error"]["message"]
@@ -443,7 +443,7 @@ async def test_wrap_replays_without_its_server(client: Client, file: Path) -> No
 
 
 async def test_wrap_recognises_a_call_that_is_sent_again_in_silence(file: Path) -> None:
-    """G5, silence, trap 16: an equal call on one pipe, while the first runs, is that call."""
+    """G5, silence, X16: an equal call on one pipe, while the first runs, is that call."""
     async with wrapped(file, resend_after=1e-6) as client:
         first = asyncio.create_task(client.pay(to="ann", then="wait"))
         await until(lambda: effects(file) == 1)
@@ -455,7 +455,7 @@ async def test_wrap_recognises_a_call_that_is_sent_again_in_silence(file: Path) 
 
 
 async def test_wrap_runs_equal_calls_of_two_clients_twice(tmp_path: Path, file: Path) -> None:
-    """G5, trap 12: pipes of two parents are two callers; neither waits for the other."""
+    """G5, X12: pipes of two parents are two callers; neither waits for the other."""
     ledger = f"sqlite:{tmp_path / 'ledger.db'}"
     wraps = [Wrap(origin(file), ledger=ledger) for _ in range(2)]
     clients = [Client(wrap, f"pipe of {number}") for number, wrap in enumerate(wraps)]
@@ -505,7 +505,7 @@ async def test_wrap_records_an_error_that_is_the_answer(
 async def test_wrap_keeps_answers_up_to_four_megabytes(
     client: Client, file: Path, size: int, code: int | None
 ) -> None:
-    """G5, trap 8: a larger answer is passed on, and a re-send gets 41010 with its digest."""
+    """G5, X8: a larger answer is passed on, and a re-send gets 41010 with its digest."""
     first = await client.pay(then="big", size=size, lose=True)
     assert len(first["result"]["content"][0]["text"]) == size
     again = await client.pay(then="big", size=size)
@@ -554,7 +554,7 @@ async def test_wrap_with_trust_none_records_every_tool(file: Path) -> None:
 async def test_wrap_passes_a_cancelled_command_on_only_if_a_person_meant_it(
     client: Client, file: Path, reason: str | None, is_passed_on: bool
 ) -> None:
-    """G7, trap 3: the answer is awaited and recorded in any case."""
+    """G7, X3: the answer is awaited and recorded in any case."""
     paying = asyncio.create_task(client.pay(to="ann", then="wait", id="c"))
     await until(lambda: effects(file) == 1)
     params: dict[str, Any] = {"requestId": "c"}
@@ -589,7 +589,7 @@ async def test_wrap_passes_a_cancelled_query_on_at_once(client: Client, file: Pa
 
 
 async def test_wrap_takes_arrays_and_each_entry_takes_all_steps(file: Path) -> None:
-    """G8, trap 14: commands in array order, answers in input order, keys and refusals per entry."""
+    """G8, X14: commands in array order, answers in input order, keys and refusals per entry."""
     async with wrapped(file, revision="2025-03-26") as client:
         key = {"io.wirecall/idempotency-key": "k"}
         entries = [
@@ -620,7 +620,7 @@ async def test_wrap_refuses_arrays_at_revisions_that_do_not_have_them(client: Cl
 
 
 async def test_wrap_finishes_a_command_when_its_client_leaves(tmp_path: Path, file: Path) -> None:
-    """G5, trap 7: stdin ends while a command runs: it is awaited and recorded, then the child ends."""
+    """G5, X7: stdin ends while a command runs: it is awaited and recorded, then the child ends."""
     ledger = f"sqlite:{tmp_path / 'ledger.db'}"
     words = wrap_words("--ledger", ledger, "--name", "bank", "--", *counter(file))
     async with started(*words) as process:
@@ -647,7 +647,7 @@ async def test_wrap_ends_at_a_signal(tmp_path: Path, file: Path, number: signal.
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 async def test_wrap_that_is_killed_leaves_no_process(tmp_path: Path, file: Path) -> None:
-    """G9, trap 6: the child ends, although nothing closes its group."""
+    """G9, X6: the child ends, although nothing closes its group."""
     ledger = f"sqlite:{tmp_path / 'ledger.db'}"
     async with started(*wrap_words("--ledger", ledger, "--", *counter(file))) as process:
         await process.greet()

@@ -87,12 +87,13 @@ class Forward(Struct, eq=False):
     # The error of the server, in its own words.
     error: RpcError | None = None
 
-    async def send(self, timeout: float | None = None) -> Raw:
+    async def send(self) -> Raw:
         """Send the request, and the rounds that the client answers inside it; return the result.
 
-        Raises `TimeoutError` if a round has no answer within `timeout` seconds.
+        Raises `TimeoutError` if a round has no answer within the `timeout` of the upstream.
         """
         params = self.params
+        timeout = self.session.upstream.origin.timeout
         while True:
             asking = self.session.ask(self.method, params, report=self.report, on_sent=self.note)
             if timeout is None:
@@ -206,7 +207,7 @@ async def once(upstream: Upstream, forward: Forward, key: str | None) -> bytes:
     """Send a command once; return its result, or raise what its end means."""
     timeout = upstream.origin.timeout
     try:
-        result = forward.task(await forward.send(timeout))
+        result = forward.task(await forward.send())
     except Declined:
         raise
     except RpcError as error:

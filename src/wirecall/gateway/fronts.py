@@ -64,6 +64,7 @@ _LISTS = {
     "resources/list": "resources",
     "resources/templates/list": "resourceTemplates",
 }
+_ROOTS_CHANGED = "notifications/roots/list_changed"
 _SUBSCRIBING = ("resources/subscribe", "resources/unsubscribe")
 _METHODS = {kind: method for method, kind in _LISTS.items()}
 _CHANGES = {
@@ -128,7 +129,18 @@ class Front(Server):
         return True
 
     def pass_on(self, message: Envelope, session: Session) -> None:
-        """Pass a notification on to the server that the session owns, if there is one."""
+        """Pass a notification on to the servers that the session owns, if there are any."""
+
+    async def passed_on(self, upstream: "Upstream", message: Envelope, session: Session) -> None:
+        """Pass a notification on to a server that the session owns, if both speak one revision."""
+        with suppress(RpcError, CallFailed):
+            async with self.gateway.conversation(
+                upstream, session.caller or ANONYMOUS, session
+            ) as conversation:
+                conversation.ask_with(partial(self._asked, conversation, session))
+                # The gateway has greeted the server by now.
+                if message.method != INITIALIZED and conversation.revision is session.revision:
+                    await conversation.notify(message.method, message.params)
 
     def ended(self, session: Session) -> None:
         """End what the session of a client had at the upstreams."""
@@ -211,7 +223,7 @@ class Front(Server):
         place = _key_of(session)
         requests = self._flying.setdefault(place, {})
         if is_owned:
-            conversation.on_request = partial(self._asked, conversation, session)
+            conversation.ask_with(partial(self._asked, conversation, session))
         relay = Relay(
             conversation,
             gateway._serving,
@@ -405,17 +417,7 @@ class UpstreamFront(Front):
 
     def pass_on(self, message: Envelope, session: Session) -> None:
         if self.gateway.is_owned(self._upstream, session):
-            self.gateway.start(self._pass_on(message, session))
-
-    async def _pass_on(self, message: Envelope, session: Session) -> None:
-        with suppress(RpcError, CallFailed):
-            async with self.gateway.conversation(
-                self._upstream, session.caller or ANONYMOUS, session
-            ) as conversation:
-                conversation.on_request = partial(self._asked, conversation, session)
-                # The gateway has greeted the server by now.
-                if message.method != INITIALIZED and conversation.revision is session.revision:
-                    await conversation.notify(message.method, message.params)
+            self.gateway.start(self.passed_on(self._upstream, message, session))
 
     def _discovered(self, message: Envelope, conversation: UpstreamSession) -> bytes:
         """Return the answer to `server/discover` for an upstream that does not have it."""
@@ -461,6 +463,14 @@ class MergedFront(Front):
         return not places or any(
             self.gateway.upstreams[place.server].use_of(place.name) == "once" for place in places
         )
+
+    def pass_on(self, message: Envelope, session: Session) -> None:
+        is_first = message.method == INITIALIZED and self.gateway.has_one_client
+        if not is_first and message.method != _ROOTS_CHANGED:
+            return
+        for upstream in self.gateway.upstreams.values():
+            if self.gateway.is_owned(upstream, session):
+                self.gateway.start(self.passed_on(upstream, message, session))
 
     def _has_tasks(self) -> bool:
         upstreams = self.gateway.upstreams.values()

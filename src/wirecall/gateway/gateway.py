@@ -298,6 +298,7 @@ class Gateway(App):
         if self.is_owned(upstream, client) and not client.revision.is_stateless:
             capabilities = client.capabilities
             name = client.client
+            conversation.on_request = conversation.hold
         try:
             stated = REVISIONS.get(self._stated[upstream.name].revision)  # None: "auto"
             await conversation.open(

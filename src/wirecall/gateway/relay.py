@@ -380,6 +380,8 @@ class Relay:
     async def _again(self, flying: Flying, ask: Ask, *, repeats: bool) -> Raw:
         """Send a request that is not a command, a second time if its answer is lost and it reads.
 
+        An answer that does not come within the `timeout` of the upstream is lost.
+
         Raises `UpstreamUnavailable` if no answer comes.
         """
         upstream = self.upstream
@@ -400,7 +402,10 @@ class Relay:
                     flying.forward.error = error
                 raise
             except TimeoutError as error:
-                raise upstream.unavailable(f"no answer within {START_TIME:g} s") from error
+                is_greeting = flying.forward.method == "initialize"
+                if is_last or is_greeting:
+                    limit = START_TIME if is_greeting else upstream.origin.timeout
+                    raise upstream.unavailable(f"no answer within {limit:g} s") from error
             except CallFailed as error:
                 if is_last or error.ran == "no":
                     raise upstream.unavailable(upstream.lost(error)) from error

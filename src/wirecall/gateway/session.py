@@ -42,6 +42,8 @@ SUBSCRIBE = "resources/subscribe"
 UNSUBSCRIBE = "resources/unsubscribe"
 # Seconds that a server may take to answer `initialize`: it may have to load its modules first.
 START_TIME = 60.0
+# Requests of a server that are kept until its client can be asked.
+MOST_HELD = 100
 # How a server of 2024-11-05 answers a POST to its stream.
 _OLD = (400, 404, 405)
 # Seconds: the entry of a request needs a number, and the gateway has its own limits.
@@ -127,6 +129,8 @@ class UpstreamSession:
         # Called with each request and notification of the server.
         self.on_request: Callable[[Arrived], None] = self.refuse
         self.on_notification: Callable[[Arrived], None] = lambda _message: None
+        # Its requests that came before the client could be asked.
+        self._held: list[Arrived] = []
         # The answers to questions of the server that are refused.
         self._refusals: set[asyncio.Task[None]] = set()
         self._ids = count(1)
@@ -288,6 +292,19 @@ class UpstreamSession:
             sent = self._waiting.get(token.progress_token)
         if sent is not None and sent.report is not None:
             sent.report(message.params)
+
+    def hold(self, message: Arrived) -> None:
+        """Keep a request of the server until its client can be asked."""
+        if len(self._held) < MOST_HELD:
+            self._held.append(message)
+        else:
+            self.refuse(message)
+
+    def ask_with(self, ask: Callable[[Arrived], None]) -> None:
+        """Pass the requests of the server on, also those that were kept."""
+        self.on_request = ask
+        while self._held:
+            ask(self._held.pop(0))
 
     def refuse(self, message: Arrived) -> None:
         """Refuse a question: nothing was declared, so a server should not ask. A ping is answered."""
