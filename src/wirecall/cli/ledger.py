@@ -674,9 +674,7 @@ def _accept(where: Found, opened: Sequence[Doubt], reason: str) -> Identity:
     actor = operator()
     trail = where.trail()
     try:
-        accepted = _with(
-            where, lambda ledger: accept(ledger, opened, actor, reason), writes=True
-        )
+        accepted = _with(where, lambda ledger: accept(ledger, opened, actor, reason), writes=True)
         if trail is not None:
             trail.append(_line_of(accepted, opened))
         return accepted

@@ -343,12 +343,8 @@ class PostgresLedger:
 
     async def see(self, identity: bytes | None = None) -> Seen:
         if identity is not None:
-            await self._ask(
-                "identify", channel=IDENTITY_CHANNEL, name=IDENTITY, content=identity
-            )
-        ((found, fence, history),) = await self._ask(
-            "see", channel=IDENTITY_CHANNEL, name=IDENTITY
-        )
+            await self._ask("identify", channel=IDENTITY_CHANNEL, name=IDENTITY, content=identity)
+        ((found, fence, history),) = await self._ask("see", channel=IDENTITY_CHANNEL, name=IDENTITY)
         return Seen(found, fence, history)
 
     def join(self, channel: str, receive: Receive) -> PostgresBus:
