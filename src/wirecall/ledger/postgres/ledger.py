@@ -134,6 +134,14 @@ async def risks_of(url: str) -> Sequence[Risk]:
                 "ALTER SYSTEM SET synchronous_commit = on",
             )
         )
+    if standbys and durable in ("local", "off"):
+        found.append(
+            Risk(
+                f"synchronous_commit is {durable}, so PostgreSQL does not wait for the replicas of "
+                "synchronous_standby_names: a failover may lose commands",
+                "ALTER SYSTEM SET synchronous_commit = on",
+            )
+        )
     if flushed == "off":
         found.append(
             Risk("fsync is off: a power failure may lose commands", "ALTER SYSTEM SET fsync = on")
