@@ -281,8 +281,6 @@ def in_step(replica: Redis) -> Callable[[], Awaitable[bool]]:
 class Successor(PostgresReplica):
     """A replica that can take over at the address of its primary."""
 
-    POSTMASTER_OPTIONS = Postgres.POSTMASTER_OPTIONS
-
     def take_over(self) -> None:
         """Serve at the address of the primary, which was killed, and become one."""
         self.POSTMASTER_OPTIONS = (

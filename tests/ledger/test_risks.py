@@ -61,9 +61,7 @@ def test_risk_of_a_postgres_that_does_not_wait_for_its_replicas(postgres_server:
 def test_risk_of_a_postgres_that_waits_for_no_replica_although_it_names_some(
     postgres_server: Postgres,
 ) -> None:
-    url = f"{postgres_server.url}&options=" + quote(
-        "-c synchronous_commit=local", safe=""
-    )
+    url = f"{postgres_server.url}&options=" + quote("-c synchronous_commit=local", safe="")
     assert "synchronous_standby_names" not in risks(url)
     postgres_server.run("ALTER SYSTEM SET synchronous_standby_names = 'ANY 1 (nobody)'")
     try:

@@ -335,7 +335,7 @@ class Witness:
         missing: list[Lost] = []
         for first in range(0, len(done), AT_ONCE):
             asked = done[first : first + AT_ONCE]
-            records = await asyncio.gather(*(ledger.get(each.token.id) for each in asked))
+            records = await _records(ledger, asked)
             for each, record in zip(asked, records, strict=True):
                 if not _has(record, each.token) and clock() < each.until:
                     missing.append(each.lost)
@@ -419,6 +419,13 @@ class Witness:
         logger.warning(
             "the ledger was accepted by %s: %s", found.accepted_by or "an operator", found.reason
         )
+
+
+async def _records(ledger: Ledger, done: list[_Done]) -> list[Record | None]:
+    """Return the records of commands, in their order."""
+    if has_loop():
+        return await asyncio.gather(*(ledger.get(each.token.id) for each in done))
+    return [await ledger.get(each.token.id) for each in done]
 
 
 def _has(record: Record | None, token: Token) -> bool:
