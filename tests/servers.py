@@ -282,7 +282,7 @@ class Postgres(Server):
     """
 
     STOP = signal.SIGINT  # end the sessions too, do not wait for them
-    POSTMASTER_OPTIONS = (
+    POSTMASTER_OPTIONS: tuple[str, ...] = (
         "-c",
         "fsync=off",
         "-c",

@@ -285,10 +285,13 @@ class Audit:
                 )
             else:
                 self._last = last
-        # Step 2: a new file, if this one is large enough.
+        # Step 2: a new file, if this one is large enough. A folder that refuses it costs no line.
         if self._rotate is not None and size >= self._rotate:
-            self._write_to_next(file, entry)
-            return
+            try:
+                self._write_to_next(file, entry)
+                return
+            except OSError as error:
+                logger.error("the audit trail %s cannot be rotated: %s", self.path, error)
         # Step 3: the line.
         continues = None
         if size == 0 and self._carried is not None:

@@ -371,6 +371,8 @@ async def test_host_that_vanishes_within_a_message_locks_its_key_for_a_while_at_
     monkeypatch.setattr(postgres_transaction, "SILENCE", 1.0)
     # There is no server to ask about its commit.
     monkeypatch.setattr(postgres_transaction, "SETTLE", 0.01)
+    # Only the bytes of commands count.
+    monkeypatch.setattr("wirecall.commands.background.LOOK_EVERY", 1000)
     caller = Caller()
     passed = dict[str, int]()
     place: int | None = None

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -54,6 +55,41 @@ def test_risk_of_a_postgres_that_does_not_wait_for_its_replicas(postgres_server:
             text = risks(postgres_server.url)
         assert "synchronous_standby_names = 'ANY 1 (*)'" in text
     finally:
+        replica.close()
+
+
+def test_risk_of_a_postgres_that_waits_for_no_replica_although_it_names_some(
+    postgres_server: Postgres,
+) -> None:
+    url = f"{postgres_server.url}&options=" + quote("-c synchronous_commit=local", safe="")
+    assert "synchronous_standby_names" not in risks(url)
+    postgres_server.run("ALTER SYSTEM SET synchronous_standby_names = 'ANY 1 (nobody)'")
+    try:
+        postgres_server.run("SELECT pg_reload_conf()")
+        text = ""
+        while "synchronous_commit is local" not in text:  # a reload takes a moment
+            text = risks(url)
+    finally:
+        postgres_server.run("ALTER SYSTEM RESET synchronous_standby_names")
+        postgres_server.run("SELECT pg_reload_conf()")
+
+
+def test_risk_of_a_redis_whose_replicas_are_not_waited_for() -> None:
+    primary = Redis()
+    replica = Redis()
+    try:
+        primary.start()
+        replica.start()
+        assert "replicas" not in risks(primary.url)
+        replica.ask("REPLICAOF", "127.0.0.1", primary.port)
+        text = ""
+        while "replicas" not in text:  # it needs a moment to connect
+            text = risks(primary.url)
+        assert "waits for none of them" in text
+        assert "?replicas=1 in the URL of the ledger" in text
+        assert "replicas" not in risks(f"{primary.url}?replicas=1")
+    finally:
+        primary.close()
         replica.close()
 
 

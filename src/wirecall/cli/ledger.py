@@ -1,9 +1,9 @@
 """`wirecall ledger`: looks at the records of commands, and settles unknown ones, for operators.
 
-Method and key name a record, and its caller if callers are known. Three verbs change something:
+Method and key name a record, and its caller if callers are known. Four verbs change something:
 `ledger sweep` does the housekeeping that servers do automatically, `ledger resolve` records what an
-operator found out, and `ledger migrate` brings the tables up to date. The others only read, so they
-work on a replica.
+operator found out, `ledger accept` accepts a store that servers doubt, and `ledger migrate` brings
+the tables up to date. The others only read, so they work on a replica.
 """
 
 import base64
@@ -11,6 +11,7 @@ import binascii
 import math
 import os
 import shlex
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,7 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from wirecall.app import App
-from wirecall.audit import Audit
+from wirecall.audit import Audit, AuditEntry
 from wirecall.cli.failures import CliError, Exit, Interrupted, not_named
 from wirecall.cli.targets import (
     DRIVERS,
@@ -73,7 +74,8 @@ from wirecall.ledger.base import (
     open_ledger,
     schema_of,
 )
-from wirecall.logs import escaped
+from wirecall.ledger.identity import Doubt, Identity, Lost, accept, all_lost, doubts, identity_of
+from wirecall.logs import escaped, host
 from wirecall.protocol.messages import JsonObject
 from wirecall.server.method import Method
 
@@ -575,20 +577,136 @@ def resolve_record(
     out.result({**msgspec.structs.asdict(id), "state": state}, escaped(f"{id} {text}"))
 
 
-def _checked_reason(reason: str | None) -> str:
+def _checked_reason(
+    reason: str | None,
+    question: str = "How did you find out?",
+    example: str = "the bank has the payment 4711",
+) -> str:
     """Return the reason, which a person at a terminal is asked for."""
+    next_step = f"--reason {shlex.quote(example)}"
     if reason is None:
-        reason = ask_text("How did you find out? It goes into the audit trail")
+        reason = ask_text(f"{question} It goes into the audit trail")
     if reason is None:
         raise CliError(
-            "Why do you resolve it?",
+            "A reason is missing.",
             f"expected --reason with {SHORTEST_REASON} to {LONGEST_REASON} characters, got none",
-            "--reason 'the bank has the payment 4711'",
+            next_step,
         )
     try:
         return check_reason(reason)
     except Refusal as error:
-        raise CliError(str(error), "", "--reason 'the bank has the payment 4711'") from None
+        raise CliError(str(error), "", next_step) from None
+
+
+# --- acceptance -----------------------------------------------------------------------------------
+
+
+@ledger_command.command("accept", short_help="Accept a ledger that came back empty or older.")
+@_ledger_argument
+@click.option(
+    "--reason",
+    metavar="TEXT",
+    help=f"Why it is right, {SHORTEST_REASON} to {LONGEST_REASON} characters; for the audit trail.",
+)
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@json_option
+def accept_ledger(target: str | None, reason: str | None, yes: bool, out: Printer) -> None:
+    """Accept a ledger that servers doubt, so that they run commands again.
+
+    Servers refuse commands when their ledger comes back empty, as another one, or older than they
+    have seen it. This verb prints their doubts, and the commands that they had acknowledged and the
+    ledger does not have. Those become unknown: a retry does not run them. All servers notice the
+    acceptance within seconds, without a restart.
+
+    \b
+    wirecall ledger accept sqlite:ledger.db --reason 'restored the backup of 03:00'
+    """
+    where = found(target)
+
+    async def look(ledger: Ledger) -> list[Doubt]:
+        seen = await ledger.see()
+        return list((await doubts(ledger, identity_of(seen.identity))).values())
+
+    opened = _with(where, look, writes=True)
+    if not opened:
+        raise CliError(
+            "No server doubts this ledger.",
+            "there is nothing to accept",
+            "is it the ledger of the servers that refuse commands? Their log names it",
+            type="no_doubt",
+        )
+    lost = all_lost(opened)
+    _show_doubts(opened, lost, out)
+    reason = _checked_reason(reason, "Why is it right?", "restored the backup of 03:00")
+    question = f"Accept this ledger, and make {count_of(len(lost), 'command')} unknown?"
+    if not yes and ask(question) is False:
+        raise Interrupted("nothing was changed", "find out what happened, then try again")
+    accepted = _accept(where, opened, reason)
+    facts: JsonObject = {
+        "identity": accepted.name,
+        "epoch": accepted.epoch,
+        "doubts": [{"kind": each.kind, "process": each.process} for each in opened],
+        "unknown": [msgspec.structs.asdict(each.id) for each in lost],
+    }
+    text = f"Accepted: epoch {accepted.epoch} of {accepted.name}"
+    if lost:
+        listing = shlex.join(["wirecall", "ledger", "list", *filter(None, [target])])
+        text += f"\nThe lost commands are unknown now: {listing} --state unknown"
+    out.result(facts, text)
+
+
+def _show_doubts(opened: Sequence[Doubt], lost: Sequence[Lost], out: Printer) -> None:
+    """Print what will be accepted."""
+    if out.as_json:
+        return
+    for doubt in opened:
+        click.echo(escaped(f"{doubt.process}: expected {doubt.expected}; found {doubt.found}"))
+    if lost:
+        click.echo("Acknowledged, and not in the ledger:")
+    for each in lost:
+        click.echo(escaped(f"  {_words(each.id)}"))
+
+
+def _accept(where: Found, opened: Sequence[Doubt], reason: str) -> Identity:
+    """Accept the ledger; add a line to the audit trail for it, and one for each lost command."""
+    actor = operator()
+    trail = where.trail()
+    try:
+        accepted = _with(where, lambda ledger: accept(ledger, opened, actor, reason), writes=True)
+        if trail is not None:
+            trail.append(_line_of(accepted, opened))
+        return accepted
+    finally:
+        if trail is not None:
+            trail.close()
+
+
+def _line_of(accepted: Identity, opened: Sequence[Doubt]) -> AuditEntry:
+    """Return the line of the audit trail about an acceptance."""
+    action: JsonObject = {
+        "what": "accept ledger",
+        "identity": accepted.name,
+        "epoch": accepted.epoch,
+        "replaces": list(accepted.replaces),
+        "reason": accepted.reason,
+        "doubts": [f"{each.process}: {each.kind}" for each in opened],
+        "unknown": [str(each.id) for each in all_lost(opened)],
+    }
+    return AuditEntry(
+        time=time.time(),
+        caller=accepted.accepted_by,
+        method="wirecall.ledger.accept",
+        key=None,
+        digest="",
+        id=None,
+        outcome="accepted",
+        code=None,
+        replayed=False,
+        duration_ms=0.0,
+        host=host(),
+        pid=os.getpid(),
+        action=action,
+    )
 
 
 def _settle(where: Found, id: RecordId, resolution: Resolution) -> str:

@@ -301,9 +301,7 @@ class Witness:
             return LedgerEvent.MOVE
         return LedgerEvent.MATCH
 
-    def _contradiction(
-        self, seen: Seen, found: Identity | None, known: _Known
-    ) -> DoubtKind | None:
+    def _contradiction(self, seen: Seen, found: Identity | None, known: _Known) -> DoubtKind | None:
         """Return what contradicts the known facts about the store."""
         if found is None:
             return "empty"
@@ -337,7 +335,7 @@ class Witness:
         missing: list[Lost] = []
         for first in range(0, len(done), AT_ONCE):
             asked = done[first : first + AT_ONCE]
-            records = await asyncio.gather(*(ledger.get(each.token.id) for each in asked))
+            records = await _records(ledger, asked)
             for each, record in zip(asked, records, strict=True):
                 if not _has(record, each.token) and clock() < each.until:
                     missing.append(each.lost)
@@ -365,16 +363,16 @@ class Witness:
         if kind == "lost":
             expected = "a record of each command that was acknowledged"
             met = f"{len(lost)} of them have none"
-        if others:
+        if kind == "reported" and others:
             first = others[0]
-            expected = f"{first.expected} (as {first.process} says)"
-            met = first.found
+            expected = first.expected
+            met = f"{first.found} (reported by {first.process})"
+            if first.kind == "reported":
+                met = first.found
         name = "" if found is None else found.name
         epoch = 0 if found is None else found.epoch
         process = f"{host()} process {os.getpid()}"
-        return Doubt(
-            kind, expected, met, known.identity.name, name, epoch, tuple(lost), process
-        )
+        return Doubt(kind, expected, met, known.identity.name, name, epoch, tuple(lost), process)
 
     def _suspect(self, doubt: Doubt) -> None:
         """Refuse commands from now on; say why, once."""
@@ -421,6 +419,13 @@ class Witness:
         logger.warning(
             "the ledger was accepted by %s: %s", found.accepted_by or "an operator", found.reason
         )
+
+
+async def _records(ledger: Ledger, done: list[_Done]) -> list[Record | None]:
+    """Return the records of commands, in their order."""
+    if has_loop():
+        return await asyncio.gather(*(ledger.get(each.token.id) for each in done))
+    return [await ledger.get(each.token.id) for each in done]
 
 
 def _has(record: Record | None, token: Token) -> bool:

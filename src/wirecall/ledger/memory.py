@@ -14,6 +14,8 @@ import msgspec
 
 from wirecall.ledger.base import (
     ALL,
+    IDENTITY,
+    IDENTITY_CHANNEL,
     MARKS_WITHIN,
     TOMBSTONE_FACTOR,
     UNKNOWN_AFTER,
@@ -68,7 +70,6 @@ class MemoryLedger:
         # Each task with its expiry and its record, in the order in which they began.
         self._tasks: dict[str, tuple[Task, float, _Row]] = {}
         # Each mark with the times when it was made and when it expires, the oldest first.
-        self._identity: bytes | None = None
         self._marks: dict[tuple[str, str], tuple[Mark, float, float]] = {}
 
     async def claim(self, claim: Claim) -> Record:
@@ -355,9 +356,11 @@ class MemoryLedger:
         ]
 
     async def see(self, identity: bytes | None = None) -> Seen:
-        if self._identity is None:
-            self._identity = identity
-        return Seen(self._identity, 0, "")
+        place = IDENTITY_CHANNEL, IDENTITY
+        if identity is not None and place not in self._marks:
+            self._marks[place] = Mark(IDENTITY, identity), self._clock(), math.inf
+        mark = await self.marked(*place)
+        return Seen(None if mark is None else mark.content, 0, "")
 
     def join(self, channel: str, receive: Receive) -> None:
         """There is no other process."""

@@ -136,6 +136,14 @@ async def risks_of(url: str) -> Sequence[Risk]:
                 "ALTER SYSTEM SET synchronous_commit = on",
             )
         )
+    if standbys and durable in ("local", "off"):
+        found.append(
+            Risk(
+                f"synchronous_commit is {durable}, so PostgreSQL does not wait for the replicas of "
+                "synchronous_standby_names: a failover may lose commands",
+                "ALTER SYSTEM SET synchronous_commit = on",
+            )
+        )
     if flushed == "off":
         found.append(
             Risk("fsync is off: a power failure may lose commands", "ALTER SYSTEM SET fsync = on")
@@ -347,12 +355,8 @@ class PostgresLedger:
 
     async def see(self, identity: bytes | None = None) -> Seen:
         if identity is not None:
-            await self._ask(
-                "identify", channel=IDENTITY_CHANNEL, name=IDENTITY, content=identity
-            )
-        ((found, fence, history),) = await self._ask(
-            "see", channel=IDENTITY_CHANNEL, name=IDENTITY
-        )
+            await self._ask("identify", channel=IDENTITY_CHANNEL, name=IDENTITY, content=identity)
+        ((found, fence, history),) = await self._ask("see", channel=IDENTITY_CHANNEL, name=IDENTITY)
         return Seen(found, fence, history)
 
     def join(self, channel: str, receive: Receive) -> PostgresBus:

@@ -182,6 +182,15 @@ async def risks_of(url: str) -> Sequence[Risk]:
                         found[name] = Risk(
                             f"{name} is {value}: {what}", f"CONFIG SET {name} {good}"
                         )
+            with suppress_answers():
+                info = await connections.ask_at(node, "INFO", "replication")
+                replicas = info.get("connected_slaves", 0)
+                if replicas and not ledger._replicas:
+                    found["replicas"] = Risk(
+                        f"Redis has {replicas} replicas and waits for none of them: a failover may "
+                        "lose commands, and their retries run again",
+                        "?replicas=1 in the URL of the ledger",
+                    )
     finally:
         await ledger.aclose()
     return [*found.values()]
