@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from wirecall.transports.serve import ServerName
     from wirecall.transports.sockets import Accepted, Address
     from wirecall.transports.stdio import Connect
+    from wirecall.transports.succession import Succession
 
 # Whether HTTP clients get a stream of answers if they ask for it. "array": and arrays in pieces.
 Stream = bool | Literal["array"]
@@ -303,6 +304,7 @@ class App(Declarations):
             self._enter_own = partial(lifespan, self)
             self._live_in(self._enter_own)
         self._tap: AppTap | None = None
+        self._succession: Succession | None = None
         self._trail = _trail(audit)
         self._audit: Audit | None = None
         self._dispatcher: Dispatcher | None = None
@@ -349,13 +351,15 @@ class App(Declarations):
         dev: bool = False,
         tables: "Tables | None" = None,
         tap: AppTap | None = None,
+        succession: "Succession | None" = None,
     ) -> None:
         """Replace arguments of the constructor before the first call.
 
         The command line does so to serve another's app. `hosts` and `origins` are added to those of
         the app. `dev` warns if a function blocks the event loop. `tables` is for programs that use
         the app of a server: it stands above `migrate`, and a ledger whose tables would have to
-        change is unavailable. `tap` watches the calls.
+        change is unavailable. `tap` watches the calls. `succession` lets SIGHUP replace the process of
+        an HTTP server.
         """
         if self._dispatcher is not None:
             raise UsageError(
@@ -368,6 +372,7 @@ class App(Declarations):
             self._tables = _tables(migrate)
         self._tables = tables or self._tables
         self._tap = tap or self._tap
+        self._succession = succession
         if single_user is not None:
             self._single_user = single_user
         if auth is not None:
@@ -793,7 +798,19 @@ class App(Declarations):
                 grace=grace,
                 drain=drain,
                 listening=announce,
+                succession=self._joined_succession(),
             )
+
+    def _joined_succession(self) -> "Succession | None":
+        """Return the succession of this process, which has one secret for all processes."""
+        succession = self._succession
+        if succession is None or isinstance(self._secret, str):
+            return succession
+        predecessor = succession.predecessor
+        if predecessor is not None and predecessor.handover.secret:
+            self._secret = bytes.fromhex(predecessor.handover.secret)
+        succession.plan.handover.secret = self._secret.hex()
+        return succession
 
     def _run_unix(self, path: str, framing: "Framing", grace: float) -> None:
         """Serve a Unix socket. The user at the other end is the caller."""

@@ -850,10 +850,10 @@ def _is_another_ledger(stated: Value, effective: Value) -> bool:
     """Return whether the file and the environment name two ledgers. Passwords are not compared."""
     if stated.value is None or effective.value is None:
         return False
-    return _ledger_itself(stated.value) != _ledger_itself(effective.value)
+    return ledger_itself(stated.value) != ledger_itself(effective.value)
 
 
-def _ledger_itself(url: str) -> str:
+def ledger_itself(url: str) -> str:
     """Return one string for all URLs of a ledger.
 
     It has no password, and the absolute path of a file.

@@ -37,7 +37,7 @@ from wirecall.cli.targets import (
     secrets_of,
 )
 from wirecall.cli.watching import PORT, Watching, host_and_port, watching_options
-from wirecall.config import SETTINGS, Config, load_config
+from wirecall.config import SETTINGS, Config, ledger_itself, load_config
 from wirecall.errors import UsageError
 from wirecall.files import IS_PORTABLE
 from wirecall.limits import Limits
@@ -205,7 +205,8 @@ def serve_command(
 ) -> None:
     """Serve the app in TARGET, or the one that wirecall.toml names.
 
-    It serves until SIGTERM, SIGHUP or Ctrl-C. Over HTTP: JSON-RPC at /rpc, MCP at /mcp, /healthz
+    It serves until SIGTERM or Ctrl-C. SIGHUP reloads the configuration and the app of a server over
+    HTTP; a terminal that is closed stops it. Over HTTP: JSON-RPC at /rpc, MCP at /mcp, /healthz
     and /readyz for supervisors. On stdio, TCP and Unix sockets: both on one connection.
 
     \b
@@ -217,6 +218,11 @@ def serve_command(
     """
     way = _transport(stdio, tcp, unix, given)
     _check_transport(way, framing, allow_remote)
+    succession = None
+    if way == "http" and not dev and not IS_PORTABLE:
+        from wirecall.transports.succession import Succession
+
+        succession = Succession(os.environ)
     config = load_config(flags=flags_of(given["ledger"]))
     how = _settings(given, config)
     audit = audit or config.audit
@@ -246,7 +252,10 @@ def serve_command(
             auth=auth,
             secret=secrets_of(config) or None,
             dev=dev,
+            succession=succession,
         )
+        if succession is not None:
+            succession.check(how["http"], ledger_itself(app.ledger_url))
         # Problems that would otherwise appear only at the first command.
         check_ledger(app.ledger_url)
         check_tables(app)
@@ -256,7 +265,14 @@ def serve_command(
         address: str = way
         if way == "http":
             address = f"http://{host}:{port}"
-        with watching.of(app, target=named(target, config).text, address=address, audit=audit):
+        is_successor = succession is not None and succession.predecessor is not None
+        with watching.of(
+            app,
+            target=named(target, config).text,
+            address=address,
+            audit=audit,
+            is_successor=is_successor,
+        ):
             if way == "http":
                 served = {name: how[name] for name in ("server", "workers", "grace", "drain")}
                 app.run("http", host=host, port=port, **served)
@@ -275,6 +291,11 @@ def serve_command(
         for python, flag in _FLAGS.items():
             failure.next = failure.next.replace(python, flag)
         raise failure from None
+    finally:
+        if succession is not None:
+            succession.close()
+    if succession is not None:
+        succession.keep()
 
 
 def _settings(given: Mapping[str, Any], config: Config) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from msgspec import Struct
+from msgspec.structs import replace
 
 from wirecall.cli.failures import CliError
 
@@ -38,8 +39,16 @@ class Watching(Struct, frozen=True):
     metrics_token: str | None = None
 
     @contextmanager
-    def of(self, app: "App", *, target: str, address: str, audit: str | None) -> Iterator[None]:
-        """Watch an app while it serves."""
+    def of(
+        self,
+        app: "App",
+        *,
+        target: str,
+        address: str,
+        audit: str | None,
+        is_successor: bool = False,
+    ) -> Iterator[None]:
+        """Watch an app while it serves. A successor shares the addresses of its predecessor."""
         if not self.console and self.metrics is None:
             yield
             return
@@ -53,11 +62,11 @@ class Watching(Struct, frozen=True):
             _check_token(metrics[0], self.metrics_token)
         console = None
         if self.console:
-            console = ListenerSettings(readonly=self.readonly, sessions=self.sessions)
+            console = ListenerSettings(
+                readonly=self.readonly, sessions=self.sessions, shares=is_successor
+            )
             if self.port is not None:
-                console = ListenerSettings(
-                    port=self.port, readonly=self.readonly, sessions=self.sessions
-                )
+                console = replace(console, port=self.port)
         settings = Settings(
             served_now(app.name, target, address),
             console,
@@ -65,6 +74,7 @@ class Watching(Struct, frozen=True):
             metrics,
             _secret(self.metrics_token),
             None if audit is None else audit.removeprefix("file:").partition("?")[0],
+            is_successor,
         )
         companion = Companion(settings, self.capture)
         try:

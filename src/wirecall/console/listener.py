@@ -111,7 +111,7 @@ class Listener:
 
     async def open(self) -> None:
         """Listen; return when connections are accepted."""
-        bound = bind(self._settings.host, self._settings.port)
+        bound = bind(self._settings.host, self._settings.port, again=self._settings.shares)
         host, self._port = bound.getsockname()[:2]
         if ":" in host:
             host = f"[{host}]"

@@ -183,7 +183,15 @@ def _escaped(value: str) -> str:
 class MetricsListener:
     """Serves `/metrics` on its own port."""
 
-    def __init__(self, collector: Collector, host: str, port: int, token: str | None) -> None:
+    def __init__(
+        self,
+        collector: Collector,
+        host: str,
+        port: int,
+        token: str | None,
+        *,
+        shares: bool = False,
+    ) -> None:
         if token is None and not is_loopback(host):
             raise UsageError(
                 f"/metrics cannot be served on {host} without a token.",
@@ -193,6 +201,8 @@ class MetricsListener:
         self._collector = collector
         self._host = host
         self._port = port
+        # The port is still that of the listener that this one replaces.
+        self._shares = shares
         self._token = token
         self.url = ""
         self._stop = asyncio.Event()
@@ -200,7 +210,7 @@ class MetricsListener:
 
     async def open(self) -> None:
         """Listen; return when connections are accepted."""
-        bound = bind(self._host, self._port)
+        bound = bind(self._host, self._port, again=self._shares)
         host, port = bound.getsockname()[:2]
         if ":" in host:
             host = f"[{host}]"

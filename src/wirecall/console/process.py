@@ -47,6 +47,8 @@ class Settings(Struct):
     metrics_token: str | None = None
     # The path of the audit trail.
     audit: str | None = None
+    # The address of /metrics is still that of the server that this one replaces.
+    shares: bool = False
 
 
 class Companion:
@@ -129,7 +131,9 @@ async def run(settings: Settings) -> None:
     try:
         if settings.metrics is not None:
             host, port = settings.metrics
-            metrics = MetricsListener(collector, host, port, settings.metrics_token)
+            metrics = MetricsListener(
+                collector, host, port, settings.metrics_token, shares=settings.shares
+            )
             await metrics.open()
             opened.append(metrics)
             settings.served.metrics = metrics.url

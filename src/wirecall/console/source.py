@@ -55,6 +55,8 @@ class ListenerSettings(Struct, frozen=True):
     # The file that keeps the digests of sessions, so that a restarted server knows them; without it
     # they end with the process.
     sessions: str | None = None
+    # The port is still that of the console that this one replaces.
+    shares: bool = False
 
 
 class Listener(Protocol):

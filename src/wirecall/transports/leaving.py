@@ -16,37 +16,22 @@ SIGHUP also means that the terminal was closed. Then it stops the server.
 
 import asyncio
 import contextlib
-import os
 import signal
 from collections.abc import Callable, Collection
-from enum import Enum
 
-from wirecall.transports.workers import HANG_UP, log_unused, stopping_signals, unused_signals
+from wirecall.transports.workers import (
+    HANG_UP,
+    Leave,
+    has_terminal,
+    log_unused,
+    stopping_signals,
+    unused_signals,
+)
 
 # Seconds in which the answers of a server that was replaced send their clients to the new one.
 REPLACED = 1.0
 # Seconds between the last handshake of a listener and its end.
 SETTLE = 0.1
-
-
-class Leave(Enum):
-    """Why a server leaves."""
-
-    # Balancers have to hear about it first.
-    DRAIN = "drain"
-    # Another process serves the address.
-    REPLACED = "replaced"
-    # At once, with grace for the calls in flight.
-    STOP = "stop"
-
-
-def has_terminal() -> bool:
-    """Return whether this process has a terminal that is open."""
-    try:
-        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
-    except OSError:
-        return False
-    return True
 
 
 class Signals:
@@ -56,18 +41,14 @@ class Signals:
     was replaced (`is_worker`).
     """
 
-    def __init__(
-        self,
-        stop: asyncio.Event,
-        reload: Callable[[], None] | None = None,
-        *,
-        is_worker: bool = False,
-    ) -> None:
+    def __init__(self, stop: asyncio.Event, *, is_worker: bool = False) -> None:
         self.leave = Leave.STOP
+        self.reload: Callable[[], None] | None = None
+        # Signals that came after the server was replaced: they are meant for its successor.
+        self.late: list[int] = []
         # Set when the server must not drain any longer.
         self.hurried = asyncio.Event()
         self._stop = stop
-        self._reload = reload
         self._is_worker = is_worker
         self._had_terminal = has_terminal()
         self._loop = asyncio.get_running_loop()
@@ -91,13 +72,17 @@ class Signals:
                 self._caught.remove(number)
                 self._loop.remove_signal_handler(number)
 
-    def replaced(self) -> None:
-        """Leave to another process that serves the address."""
-        if not self._stop.is_set():
-            self.leave = Leave.REPLACED
-            self._stop.set()
+    def leave_for(self, why: Leave) -> bool:
+        """Leave, unless the server leaves already; return whether this is why it does."""
+        if self._stop.is_set():
+            return False
+        self.leave = why
+        self._stop.set()
+        return True
 
     def _ask(self, number: signal.Signals) -> None:
+        if self.leave is Leave.REPLACED:
+            self.late.append(number)
         if number == HANG_UP:
             self._hang_up()
         elif not self._stop.is_set():
@@ -113,8 +98,8 @@ class Signals:
 
     def _hang_up(self) -> None:
         if self._is_worker:
-            self.replaced()
-        elif self._reload is None or (self._had_terminal and not has_terminal()):
+            self.leave_for(Leave.REPLACED)
+        elif self.reload is None or (self._had_terminal and not has_terminal()):
             self._stop.set()
         elif not self._stop.is_set():
-            self._reload()
+            self.reload()

@@ -36,13 +36,15 @@ from wirecall.logs import announce, is_json, logger
 from wirecall.transports.asgi import Receive, Scope, Send
 from wirecall.transports.headers import is_loopback
 from wirecall.transports.http_server import GRACE, HttpServer
-from wirecall.transports.leaving import REPLACED, SETTLE, Leave, Signals
+from wirecall.transports.leaving import REPLACED, SETTLE, Signals
 from wirecall.transports.tcp import FILES, ignore_handshakes, open_sockets
 from wirecall.transports.websocket import PING_EVERY
-from wirecall.transports.workers import STOPPING, Workers
+from wirecall.transports.workers import STOPPING, Leave, Workers
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
+
+    from wirecall.transports.succession import Succession
 
 ServerName: TypeAlias = Literal["granian", "granian-asgi", "uvicorn"]
 # Called once, when connections are accepted.
@@ -69,10 +71,12 @@ def serve(
     grace: float = GRACE,
     drain: float = 0.0,
     listening: Callable[[str, str], None] = print_address,
+    succession: "Succession | None" = None,
 ) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP, then stop within `grace` seconds and return.
 
     After SIGTERM it serves for `drain` more seconds, and is not ready. Port 0 takes a free one.
+    With a `succession`, SIGHUP replaces this process by a new one.
 
     `app` is the application, or a function that makes it, called in each worker. `listening`
     receives the address, and the names of the server, its interface and its event loop.
@@ -80,11 +84,22 @@ def serve(
     how = _described(server, loop_name())
     if workers < 1:
         raise UsageError(f"workers must be at least 1, got {workers}.")
-    with bind(host, port) as kept:
+    predecessor = None
+    if succession is not None:
+        predecessor = succession.predecessor
+        succession.plan.patience = drain + grace
+        port = succession.plan.handover.port or port
+    with bind(host, port, again=predecessor is not None) as kept:
         address, number = kept.getsockname()[:2]
         url = _url(kept)
+
+        def are_serving() -> None:
+            listening(url, how)
+            if succession is not None:
+                succession.serving(number)
+
         if workers == 1:
-            _work(app, host, kept, server, grace, drain, lambda: listening(url, how))
+            _work(app, host, kept, server, grace, drain, are_serving, succession=succession)
             return
 
         def work(serving: Serving) -> None:
@@ -96,7 +111,7 @@ def serve(
             with bind(address, number, again=True) as own:
                 _work(app, host, own, server, grace, drain, serving, parent_process())
 
-        Workers(work, workers, drain + grace, lambda: listening(url, how)).run()
+        Workers(work, workers, drain + grace, are_serving, succession).run()
 
 
 async def serve_here(
@@ -170,6 +185,7 @@ async def serve_until(
     serving: Serving = lambda: None,
     signals: bool = True,
     is_worker: bool = False,
+    succession: "Succession | None" = None,
 ) -> None:
     """Serve inside a running event loop until a signal, or until `stop` is set.
 
@@ -184,6 +200,8 @@ async def serve_until(
     try:
         if signals:
             caught.catch()
+        if succession is not None:
+            succession.follow(caught)
         asked = asyncio.create_task(stop.wait())
         await asyncio.wait({running, asked}, return_when=asyncio.FIRST_COMPLETED)
         asked.cancel()
@@ -205,6 +223,8 @@ async def serve_until(
         await app.aclose()
         # A closed terminal sends SIGHUP repeatedly, even while the application closes.
         caught.release()
+        if succession is not None:
+            succession.hold()
 
 
 async def _stop_in_time(
@@ -259,6 +279,7 @@ def _work(
     drain: float,
     serving: Serving,
     parent: "BaseProcess | None" = None,
+    succession: "Succession | None" = None,
 ) -> None:
     """Serve in this process."""
     over = threading.Event()
@@ -269,6 +290,8 @@ def _work(
         # their commands.
         if not over.wait(LAST):
             logger.error("%s", error or "stopping with handlers at work that do not end")
+            if succession is not None:
+                succession.keep()
             logging.shutdown()
             os._exit(int(error is not None))
 
@@ -300,6 +323,7 @@ def _work(
                 stop=stop,
                 serving=serving,
                 is_worker=parent is not None,
+                succession=succession,
             )
         except Exception as failure:
             error = failure

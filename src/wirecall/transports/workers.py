@@ -10,10 +10,12 @@
 """
 
 import contextlib
+import os
 import signal
 import time
 from collections import deque
 from collections.abc import Callable
+from enum import Enum
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,8 @@ from wirecall.logs import logger
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
+
+    from wirecall.transports.succession import Succession
 
 # SIGTERM, SIGINT and, when its terminal is closed, SIGHUP stop a server with grace. Windows has no
 # SIGHUP.
@@ -38,7 +42,28 @@ SHORTEST = 0.1
 LONGEST = 10.0
 QUIET = 60.0
 
+
+class Leave(Enum):
+    """Why a server leaves."""
+
+    # Balancers have to hear about it first.
+    DRAIN = "drain"
+    # Another process serves the address.
+    REPLACED = "replaced"
+    # At once, with grace for the calls in flight.
+    STOP = "stop"
+
+
 Handler = Callable[[int, FrameType | None], object]
+
+
+def has_terminal() -> bool:
+    """Return whether this process has a terminal that is open."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def stopping_signals() -> tuple[signal.Signals, ...]:
@@ -61,7 +86,7 @@ def unused_signals() -> tuple[signal.Signals, ...]:
 
 def log_unused(number: int) -> None:
     name = signal.Signals(number).name
-    logger.warning("%s is ignored: SIGTERM stops the server, and no signal reloads it", name)
+    logger.warning("%s is ignored: SIGTERM stops the server", name)
 
 
 Work = Callable[[Callable[[], None]], None]
@@ -89,7 +114,12 @@ class Workers:
     """
 
     def __init__(
-        self, work: Work, count: int, patience: float, serving: Callable[[], None]
+        self,
+        work: Work,
+        count: int,
+        patience: float,
+        serving: Callable[[], None],
+        succession: "Succession | None" = None,
     ) -> None:
         from multiprocessing import get_all_start_methods, get_context
 
@@ -104,6 +134,13 @@ class Workers:
         # Called once, when all workers serve.
         self._serving = serving
         self._stopping = False
+        # The processes that a reload puts in the place of this one.
+        self._succession = succession
+        self._had_terminal = has_terminal()
+        # SIGHUP came, and is not a closed terminal.
+        self._is_reload_asked = False
+        # What the workers get when they have to leave.
+        self._last_signal = signal.SIGTERM
         # Ignored signals that have to be logged.
         self._unused: deque[int] = deque()
         self._workers = [Worker() for _ in range(count)]
@@ -128,11 +165,34 @@ class Workers:
         if failed:
             raise StartFailed("a worker ended before it could serve; its own message is above")
 
-    def _ask(self, *_: object) -> None:
+    def _ask(self, number: int, _frame: FrameType | None) -> None:
+        is_reload = number == HANG_UP and self._succession is not None
+        if is_reload and not (self._had_terminal and not has_terminal()):
+            self._is_reload_asked = True
+            return
+        if self._succession is not None and self._succession.is_replaced:
+            self._succession.late.append(number)
         if self._stopping:
             for worker in self._workers:
                 if worker.process is not None:
                     worker.process.terminate()
+        self._stopping = True
+
+    def _reload(self) -> None:
+        """Start a successor if one was asked for; stop if one serves."""
+        succession = self._succession
+        if succession is None or self._stopping:
+            return
+        if self._is_reload_asked:
+            self._is_reload_asked = False
+            succession.begin()
+        why = succession.leave()
+        if why is None or self._stopping:
+            return
+        if why is Leave.REPLACED:
+            succession.is_replaced = succession.predecessor is None
+            # The address is served: they stay ready until their connections are closed.
+            self._last_signal = HANG_UP or signal.SIGTERM
         self._stopping = True
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
@@ -149,6 +209,7 @@ class Workers:
                 if worker.process is None and worker.due <= now:
                     self._start(worker)
             self._wait()
+            self._reload()
             for worker in self._workers:
                 if worker.word is not None and worker.word.poll():
                     self._take_word(worker)
@@ -167,7 +228,8 @@ class Workers:
 
         ends = [worker.process.sentinel for worker in self._workers if worker.process is not None]
         words = [worker.word for worker in self._workers if worker.word is not None]
-        wait([*ends, *words], timeout=0.1)
+        more = [] if self._succession is None else self._succession.words
+        wait([*ends, *words, *more], timeout=0.1)
 
     def _take_word(self, worker: Worker) -> None:
         """Note that a worker serves, or has ended before it could."""
@@ -215,7 +277,8 @@ class Workers:
     def _end(self) -> None:
         processes = [worker.process for worker in self._workers if worker.process is not None]
         for process in processes:
-            process.terminate()
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, self._last_signal)
         deadline = time.monotonic() + self._patience + 1
         for process in processes:
             process.join(max(deadline - time.monotonic(), 0))
