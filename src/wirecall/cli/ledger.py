@@ -9,7 +9,6 @@ work on a replica.
 import base64
 import binascii
 import math
-import os
 import shlex
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import UTC, datetime
@@ -47,17 +46,6 @@ from wirecall.cli.terminal import (
     run,
 )
 from wirecall.config import load_config
-from wirecall.console.resolve import (
-    LONGEST_REASON,
-    SHORTEST_REASON,
-    TAIL,
-    Resolution,
-    check_reason,
-    settle,
-    stated_outcome,
-    type_name,
-)
-from wirecall.console.source import Refusal
 from wirecall.errors import UsageError, nearest
 from wirecall.ledger.base import (
     DIGEST,
@@ -75,6 +63,18 @@ from wirecall.ledger.base import (
 )
 from wirecall.logs import escaped
 from wirecall.protocol.messages import JsonObject
+from wirecall.resolve import (
+    LONGEST_REASON,
+    SHORTEST_REASON,
+    TAIL,
+    NotSettled,
+    Resolution,
+    check_reason,
+    operator,
+    settle,
+    stated_outcome,
+    type_name,
+)
 from wirecall.server.method import Method
 
 T = TypeVar("T")
@@ -589,7 +589,7 @@ def _checked_reason(reason: str | None) -> str:
         )
     try:
         return check_reason(reason)
-    except Refusal as error:
+    except NotSettled as error:
         raise CliError(str(error), "", "--reason 'the bank has the payment 4711'") from None
 
 
@@ -610,9 +610,9 @@ def _settle(where: Found, id: RecordId, resolution: Resolution) -> str:
 
     try:
         return _with(where, work, writes=True)
-    except Refusal as error:
+    except NotSettled as error:
         why = "another process has resolved it"
-        if error.document.get("record") is not None:
+        if error.record is not None:
             why = str(error)
         raise CliError(
             f"{id} is not unknown any more.",
@@ -623,18 +623,6 @@ def _settle(where: Found, id: RecordId, resolution: Resolution) -> str:
     finally:
         if trail is not None:
             trail.close()
-
-
-def operator() -> str:
-    """Return the name of the person at this terminal, as the record keeps it."""
-    import getpass
-    import socket
-
-    try:
-        name = getpass.getuser()
-    except (OSError, KeyError):  # the user has no name
-        name = f"uid {os.getuid()}" if hasattr(os, "getuid") else "unknown"
-    return f"{name}@{socket.gethostname()}"
 
 
 def resolving(target: Sequence[str], id: RecordId) -> str:
@@ -680,12 +668,12 @@ def _checked_result(where: Found, id: RecordId, result: str | None) -> str:
         raise CliError("Which result did it return?", why, next_step)
     try:
         stated_outcome(id, declared, result, "")
-    except Refusal as error:
+    except NotSettled as error:
         what, _, why = str(error).partition(": ")
         raise CliError(
             f"{what.replace('The result', '--result')}.",
             why,
-            str(error.document["error"]["hint"]),
+            error.hint,
         ) from None
     return result
 

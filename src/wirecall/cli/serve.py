@@ -34,7 +34,13 @@ from wirecall.cli.targets import (
     ledger_option,
     optional_target_argument,
 )
-from wirecall.cli.watching import PORT, Watching, host_and_port, watching_options
+from wirecall.cli.watching import (
+    PORT,
+    Watching,
+    host_and_port,
+    settings_in_force,
+    watching_options,
+)
 from wirecall.config import SETTINGS, Config, load_config
 from wirecall.errors import UsageError
 from wirecall.files import IS_PORTABLE
@@ -211,6 +217,8 @@ def serve_command(
     _check_transport(way, framing, allow_remote)
     config = load_config(flags=flags_of(given["ledger"]))
     how = _settings(given, config)
+    stated = _stated(given, audit, limits, watching)
+    watching = watching.or_else(config)
     audit = audit or config.audit
     host = ""
     port = 0
@@ -247,7 +255,13 @@ def serve_command(
         address: str = way
         if way == "http":
             address = f"http://{host}:{port}"
-        with watching.of(app, target=named(target, config).text, address=address, audit=audit):
+        with watching.of(
+            app,
+            target=named(target, config).text,
+            address=address,
+            audit=audit,
+            settings=settings_in_force(config, stated),
+        ):
             if way == "http":
                 served = {name: how[name] for name in ("server", "workers", "grace")}
                 app.run("http", host=host, port=port, **served)
@@ -277,6 +291,24 @@ def _settings(given: Mapping[str, Any], config: Config) -> dict[str, Any]:
     if given["single_user"] is not None:  # `--no-single-user` wins over wirecall.toml, too
         how["single_user"] = given["single_user"]
     return how
+
+
+def _stated(
+    given: Mapping[str, Any],
+    audit: str | None,
+    limits: Mapping[str, float],
+    watching: Watching,
+) -> dict[str, Any]:
+    """Return the values that the command line states, by their places in wirecall.toml."""
+    stated = {
+        "ledger.url" if name == "ledger" else f"server.{name}": value
+        for name, value in given.items()
+        if value not in (None, ())
+    }
+    if audit is not None:
+        stated["audit.file"] = audit
+    stated |= {f"limits.{name}": value for name, value in limits.items()}
+    return stated | watching.stated()
 
 
 def _transport(
