@@ -171,6 +171,6 @@ def _in_words(place: str, value: Any) -> str:
         return "off"
     if place == "gateway.single_user":
         return "on loopback without [auth]"
-    if place == "server.app":
+    if place == "server.app" or place.startswith(("console.", "metrics.")):
         return "-"
     return "the app's own"
