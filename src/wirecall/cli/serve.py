@@ -217,7 +217,7 @@ def serve_command(
     _check_transport(way, framing, allow_remote)
     config = load_config(flags=flags_of(given["ledger"]))
     how = _settings(given, config)
-    stated = _stated(given, audit, limits, watching)
+    from_flags = _stated(given, audit, limits, watching)
     watching = watching.or_else(config)
     audit = audit or config.audit
     host = ""
@@ -260,7 +260,7 @@ def serve_command(
             target=named(target, config).text,
             address=address,
             audit=audit,
-            settings=settings_in_force(config, stated),
+            settings=settings_in_force(config, from_flags),
         ):
             if way == "http":
                 served = {name: how[name] for name in ("server", "workers", "grace")}
