@@ -9,6 +9,7 @@ LAYERS = [
     ["server", "ledger", "transports", "mcp", "jsonrpc"],
     ["commands", "client", "audit", "tracing", "auth", "ratelimit", "routing"],
     ["mcp.server", "mcp.client", "mounting", "middleware"],
+    ["resolve"],
     ["app", "config", "client.connect"],
     ["contract", "gateway", "console"],
     ["cli", "testing"],

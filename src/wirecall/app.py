@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast, get_args
 
-from wirecall.errors import UsageError
+from wirecall.errors import EncodeError, UsageError
 from wirecall.ledger.base import (
     LedgerDown,
     check_url,
@@ -27,7 +27,7 @@ from wirecall.ledger.base import (
 )
 from wirecall.limits import Limits
 from wirecall.protocol.keys import place_of_key
-from wirecall.protocol.messages import Data, Id, JsonObject
+from wirecall.protocol.messages import Data, Id, JsonObject, encode
 from wirecall.protocol.sender import ANONYMOUS, ANYONE, Sender
 from wirecall.routing import Declarations, checks_options, milliseconds
 from wirecall.server.call import Events
@@ -42,7 +42,6 @@ from wirecall.server.method import (
     Method,
     Mode,
     NotDone,
-    Terms,
 )
 
 if TYPE_CHECKING:
@@ -1367,13 +1366,24 @@ class App(Declarations):
         return self._ledger
 
     async def resolve(
-        self, method: str, key: str, verdict: Done | NotDone, *, caller: str = ANONYMOUS
+        self,
+        method: str,
+        key: str,
+        verdict: Done | NotDone,
+        *,
+        reason: str,
+        caller: str = ANONYMOUS,
+        operator: str | None = None,
+        fence: int | None = None,
     ) -> bool:
-        """Settle a command of unknown outcome by an operator's verdict.
+        """Settle a command of unknown outcome by an operator's verdict (`wirecall.resolve`).
 
-        Returns False if it has no record.
+        The `reason` and the name of the `operator` go into the audit trail, and the record keeps
+        the name; by default it is the user of this process. `fence` is that of the record as the
+        operator has seen it. Returns False if nothing was changed: there is no such record, its
+        outcome is known, or another person was faster.
         """
-        from wirecall.commands.outcome import outcome_of
+        from wirecall import resolve as rules
         from wirecall.ledger.base import RecordId
 
         if not isinstance(verdict, (Done, NotDone)):
@@ -1387,26 +1397,58 @@ class App(Declarations):
         declared = self.registry.get(method) or self.registry.tools.get(
             method.removeprefix("tools/call:")
         )
-        outcome = None
-        if isinstance(verdict, Done):
-            result = verdict.result
-            if declared is not None:
-                result = declared.written(result)
-            if declared is not None and method.startswith("tools/call:"):
-                # The record of a tool's call holds the result as MCP clients get it, with the value
-                # inside.
-                from wirecall.mcp.server.calls import call_result
+        record = await (await self.ledger()).get(id)
+        if record is None:
+            return False
+        resolution = rules.Resolution(
+            fence=record.fence if fence is None else fence,
+            state=record.standing.value,
+            verdict="happened" if isinstance(verdict, Done) else "not_happened",
+            reason=reason,
+            tail=id.key[-rules.TAIL :],
+            result=_result_text(verdict, declared, is_tool=method.startswith("tools/call:")),
+        )
+        # An app that does not serve opens the trail for this line alone.
+        trail = self.trail or self.new_trail()
+        try:
+            await rules.settle(
+                await self.ledger(),
+                id,
+                resolution,
+                declared=declared,
+                actor=operator or rules.operator(),
+                note=None if trail is None else trail.append,
+            )
+        except rules.NotSettled as error:
+            if error.was_late:
+                return False
+            raise UsageError(str(error), "", error.hint) from error
+        finally:
+            if trail is not None and trail is not self.trail:
+                trail.close()
+        return True
 
-                result = call_result(declared)(result)
-            outcome = outcome_of("result", result, id)
-            if outcome.payload is None:
-                raise UsageError(
-                    f"{verdict!r} cannot be replayed.",
-                    "its result cannot be written as JSON",
-                    "give one that can",
-                )
-        retention = (declared.terms if declared else Terms()).retention
-        return await (await self.ledger()).resolve(id, outcome, retention)
+
+def _result_text(verdict: Done | NotDone, declared: "Method | None", *, is_tool: bool) -> str:
+    """Return the result that an operator states as JSON, as callers will get it."""
+    if isinstance(verdict, NotDone):
+        return "null"
+    result = verdict.result
+    if declared is not None:
+        result = declared.written(result)
+    if declared is not None and is_tool:
+        # The record of a tool's call holds the result as MCP clients get it, with the value inside.
+        from wirecall.mcp.server.calls import call_result
+
+        result = call_result(declared)(result)
+    try:
+        return encode(result).decode()
+    except (EncodeError, RecursionError) as error:
+        raise UsageError(
+            f"{verdict!r} cannot be replayed.",
+            f"its result cannot be written as JSON: {error}",
+            "give one that can",
+        ) from error
 
 
 # --- checks of options ----------------------------------------------------------------------------

@@ -142,6 +142,15 @@ class Config(Struct, frozen=True):
         return f"file:{file}?{'&'.join(words)}"
 
 
+def without_secrets(value: Any) -> Any:
+    """Return a value without passwords. Plain variables and headers may be secret too."""
+    if isinstance(value, str):
+        return without_password(value)
+    if isinstance(value, dict):
+        return {name: text if is_reference(text) else "***" for name, text in value.items()}
+    return value
+
+
 # --- the settings ---------------------------------------------------------------------------------
 
 _Text = Annotated[str, Meta(min_length=1)]
@@ -150,9 +159,11 @@ _Seconds = Annotated[float, Meta(gt=0, le=1e9)]  # an upper bound, so that TOML'
 _Pause = Annotated[float, Meta(ge=0, le=1e9)]
 _Names = Annotated[list[_Text], Meta(min_length=1)]
 _Port = r"(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d{2}|655[0-2]\d|6553[0-5])"  # 0 to 65535
+_Number = Annotated[int, Meta(ge=0, le=65535)]
 _Web = Annotated[str, Meta(pattern=r"^(https://|http://(localhost|127\.0\.0\.1|\[::1\])([:/]|$))")]
 _Address = Annotated[str, Meta(pattern=f"^.+:{_Port}$")]
 _REFERENCE = r"(env:[^=\0]+|file:.+|secret:.+)"
+_Token = Annotated[str, Meta(pattern=r"^(env:[^=\0]+|file:.+)$")]
 _Target = Annotated[str, Meta(pattern=r"^(https?://[^\s]+|env:[^=\0]+|secret:.+)$")]
 _Credentials = Annotated[str, Meta(pattern=f"^(login|none|bearer:{_REFERENCE})$")]
 _Reference = Annotated[str, Meta(pattern=r"^(env:[^=\0]+|file:.+)$")]
@@ -372,6 +383,20 @@ SETTINGS: dict[str, Setting] = {
     ),
     "auth.audience": Setting(_Text, "a string", "shop"),
     "auth.scopes": Setting(_Names, "an array of names", ["mcp:use"]),
+    "console.enabled": Setting(bool, "true or false", True, False),
+    "console.port": Setting(_Number, "a port, or 0 for a free one", 8421),
+    "console.readonly": Setting(bool, "true or false", True, False),
+    "console.capture": Setting(
+        Literal["facts", "bodies"], '"facts" or "bodies"', "bodies", "facts"
+    ),
+    "metrics.http": Setting(_Address, "a host and a port", "127.0.0.1:9464"),
+    "metrics.token": Setting(
+        _Token,
+        "env:NAME or file:PATH",
+        "env:METRICS_TOKEN",
+        relative=_relative_reference,
+        is_secret=True,
+    ),
     "gateway.http": Setting(
         _Address,
         "a host and a port",

@@ -682,7 +682,7 @@ async def with_an_unknown_outcome() -> App:
 async def test_verdict_with_an_unencodable_result_settles_nothing() -> None:
     app = await with_an_unknown_outcome()
     with pytest.raises(UsageError, match="cannot be replayed"):
-        await app.resolve("put", "k", Done(float("nan")))
+        await app.resolve("put", "k", Done(float("nan")), reason="it was looked up")
     assert await state_of(app) is State.UNKNOWN
 
 
@@ -693,5 +693,5 @@ async def test_invalid_verdict_settles_nothing(verdict: Any) -> None:
     """
     app = await with_an_unknown_outcome()
     with pytest.raises(UsageError, match="must be Done"):
-        await app.resolve("put", "k", verdict)
+        await app.resolve("put", "k", verdict, reason="it was looked up")
     assert await state_of(app) is State.UNKNOWN

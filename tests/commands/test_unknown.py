@@ -13,6 +13,8 @@ from wirecall import App
 from wirecall.ledger.base import Ledger, RecordId, State
 from wirecall.server.method import Done, NotDone
 
+REASON = "the bank was asked"
+
 
 async def test_holder_that_vanished_leaves_an_unknown_outcome(
     app: App, ledger: Ledger, store: Store, world: World
@@ -85,7 +87,7 @@ async def test_operator_resolves_a_command_as_done(
     app.command(world.charge)
     await vanish(ledger, store)
     await app.handle(charge())
-    assert await app.resolve("charge", "k", Done({"charged": 5}))
+    assert await app.resolve("charge", "k", Done({"charged": 5}), reason=REASON)
     assert result(await app.handle(charge())) == {"charged": 5}
     assert world.effects == []
 
@@ -96,5 +98,5 @@ async def test_operator_resolves_a_command_as_not_done(
     app.command(world.charge)
     await vanish(ledger, store)
     await app.handle(charge())
-    assert await app.resolve("charge", "k", NotDone())
+    assert await app.resolve("charge", "k", NotDone(), reason=REASON)
     assert result(await app.handle(charge()))["number"] == 1

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import aiohttp
 import pytest
 
 from tests.console.records import unknown
+from tests.console.samples import parsed
 from tests.console.shops import call, make_app, send
 from wirecall import App
 from wirecall.console.collect import SENT, Collector
@@ -296,20 +296,6 @@ async def test_worker_link_says_that_a_worker_is_gone(tmp_path: Path) -> None:
 
 
 # --- /metrics -------------------------------------------------------------------------------------
-
-SAMPLE = re.compile(r'([a-z_]+)(\{(?:[a-z]+="(?:[^"\\]|\\.)*",?)*\})? (\S+)')
-
-
-def parsed(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
-    found: dict[str, list[tuple[dict[str, str], float]]] = {}
-    for line in text.splitlines():
-        if line.startswith("#"):
-            continue
-        match = SAMPLE.fullmatch(line)
-        assert match is not None, line
-        labels = dict(re.findall(r'([a-z]+)="((?:[^"\\]|\\.)*)"', match[2] or ""))
-        found.setdefault(match[1], []).append((labels, float(match[3])))
-    return found
 
 
 async def test_metrics_are_summed_over_workers(server: Server, collector: Collector) -> None:

@@ -1,17 +1,23 @@
-"""The Grafana dashboard and the alert rules of deploy/, against the metrics of servers that run."""
+"""The Grafana dashboard and the alert rules of deploy/, against the metrics of servers that run,
+and every command of the runbook.
+"""
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
+from msgspec import Struct
 
 from tests.console.processes import Running
-from tests.console.test_collect import parsed
+from tests.console.samples import parsed
 from tests.gateway.fronts import counter
 from tests.gateway.process import settings
 from tests.ports import free_port
@@ -27,12 +33,21 @@ from wirecall import App
 app = App("shop")
 
 @app.command(destructive=False)
-def charge(cents: int) -> int:
-    return cents
+def charge(cents: int) -> dict[str, int]:
+    raise OSError("the bank did not answer")
 
 @app.query
 def fail() -> int:
     raise ValueError("always")
+"""
+SETTINGS = """
+[server]
+app = "shop.py"
+http = "127.0.0.1:{port}"
+[ledger]
+url = "sqlite:ledger.db"
+[audit]
+file = "audit.jsonl"
 """
 # Prometheus adds these to every sample that it scrapes, and `up` itself.
 ADDED = {"job", "instance"}
@@ -85,30 +100,43 @@ def names_in(expression: str) -> tuple[set[str], set[str], list[tuple[str, str, 
     return words, labels, matchers
 
 
+class Machine(Struct):
+    """A server and a gateway on one machine, with the same wirecall.toml."""
+
+    folder: Path
+    server: Running
+    gateway: Running
+
+
 @pytest.fixture(scope="module")
-def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, str]]]:
-    """Return the labels of every sample of a server and of a gateway, by the name of the sample."""
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     if IS_PORTABLE:
         pytest.skip("there are no Unix sockets")
     folder = tmp_path_factory.mktemp("shop")
     (folder / "shop.py").write_text(APP)
-    behind = tmp_path_factory.mktemp("gateway")
-    bank = {"command": counter(behind / "effects")}
+    bank = {"command": counter(folder / "effects")}
+    own = SETTINGS.format(port=free_port())
     text = settings({"bank": bank}, ledger="sqlite:gateway.db", http=f"127.0.0.1:{free_port()}")
-    (behind / "wirecall.toml").write_text(text)
-    words = ["--http", f"127.0.0.1:{free_port()}", "--ledger", "sqlite:ledger.db"]
+    (folder / "wirecall.toml").write_text(own + text)
     metrics = ["--metrics", "127.0.0.1:0"]
-    found: dict[str, list[dict[str, str]]] = {}
     with (
-        Running(folder, "serve", "shop.py", *words, *metrics) as server,
-        Running(behind, "gateway", "run", *metrics) as gateway,
+        Running(folder, "serve", *metrics) as server,
+        Running(folder, "gateway", "run", *metrics) as gateway,
     ):
-        server.call("charge", cents=1, idempotency_key="k")
+        for key in ("order-7", "order-8"):
+            server.call("charge", cents=500, idempotency_key=key)
         server.call("fail")
         gateway.wait_for("(bank: ready)")
-        for each in (server, gateway):
-            for name, several in parsed(each.scrape()).items():
-                found.setdefault(name, []).extend(labels for labels, _ in several)
+        yield Machine(folder, server, gateway)
+
+
+@pytest.fixture(scope="module")
+def samples(machine: Machine) -> dict[str, list[dict[str, str]]]:
+    """Return the labels of every sample of a server and of a gateway, by the name of the sample."""
+    found: dict[str, list[dict[str, str]]] = {}
+    for each in (machine.server, machine.gateway):
+        for name, several in parsed(each.scrape()).items():
+            found.setdefault(name, []).extend(labels for labels, _ in several)
     return found
 
 
@@ -215,8 +243,8 @@ SERIES = {
 def test_alerts_are_raised_when_a_server_is_ill(tmp_path: Path) -> None:
     """Prometheus' own program computes the expressions over half an hour."""
     assert PROMTOOL is not None
-    series = []
-    checks = []
+    series: list[dict[str, str]] = []
+    checks: list[dict[str, Any]] = []
     by_name = {rule["alert"]: rule for rule in rules()}
     for metric, (label, values, alert) in SERIES.items():
         labels = ",".join(filter(None, ['job="wirecall"', 'instance="a"', label]))
@@ -257,3 +285,59 @@ def test_alerts_are_raised_when_a_server_is_ill(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump(document))
     done = subprocess.run([PROMTOOL, "test", "rules", file], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# --- the runbook ----------------------------------------------------------------------------------
+
+
+def runbook() -> list[str]:
+    """Return the commands of the runbook, in their order."""
+    text = OPERATING.read_text().partition("## When you are woken\n")[2].partition("\n## ")[0]
+    blocks = re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in block.splitlines()]
+
+
+# What an operator reads in the output, and the exit code if it is not 0.
+SHOWN = {
+    "curl -sS $SERVER/readyz": ("ready", 0),
+    "wirecall doctor": ("the outcome of 2 commands is unknown", 0),
+    "curl -sS $METRICS | grep wirecall_workers": ("wirecall_workers 1", 0),
+    "wirecall ledger show charge order-7": ("unknown", 0),
+    "wirecall gateway status": ("bank", 0),
+    # Tools without hints are odd.
+    "wirecall gateway check --json > plan.json || true": ("", 0),
+    "wirecall watch $SERVER status:error --count 1": ("error", 0),
+    "curl -sS $METRICS | grep wirecall_errors_total": ('method="fail",code="-32603"', 0),
+}
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_runbook_commands_run_as_they_are_printed(machine: Machine) -> None:
+    """In one folder, one after another, as an operator would."""
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "SERVER": machine.server.wait_for(r"Listening on (\S+)"),
+        "METRICS": machine.server.wait_for(r"Metrics: (\S+)"),
+    }
+    setting, *commands = runbook()
+    assert re.findall(r"(\w+)=http", setting) == ["SERVER", "METRICS"]
+    assert SHOWN.keys() <= set(commands)
+    for command in commands:
+        done = subprocess.run(
+            command,
+            shell=True,
+            cwd=machine.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        shown, code = SHOWN.get(command, ("", 0))
+        assert done.returncode == code, f"{command}: {done.stdout}{done.stderr}"
+        assert shown in done.stdout, command
+    # The first retry gets the result that was stated, and the second one runs.
+    first = machine.server.call("charge", cents=500, idempotency_key="order-7")
+    assert first["result"] == {"paid": 500}
+    second = machine.server.call("charge", cents=500, idempotency_key="order-8")
+    assert second["error"]["code"] == -32603

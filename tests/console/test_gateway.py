@@ -11,7 +11,7 @@ import pytest
 
 from tests.console.browser import Looker
 from tests.console.processes import Running
-from tests.console.test_collect import parsed
+from tests.console.samples import parsed
 from tests.gateway.bench import Bench
 from tests.gateway.fronts import counter, effects
 from tests.gateway.process import settings
@@ -100,9 +100,9 @@ async def test_upstream_whose_child_was_killed_counts_its_starts(tmp_path: Path)
         found = parsed(await render(collector))
         up = {labels["upstream"]: value for labels, value in found["wirecall_upstream_up"]}
         assert up == {"bank": 1, "down": 0}
-        starts = dict(
-            (labels["upstream"], value) for labels, value in found["wirecall_upstream_starts_total"]
-        )
+        starts = {
+            labels["upstream"]: value for labels, value in found["wirecall_upstream_starts_total"]
+        }
         assert starts["bank"] == after["starts"]
 
 

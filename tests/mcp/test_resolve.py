@@ -21,7 +21,9 @@ async def test_resolved_outcome_reaches_the_client(revision: str) -> None:
                 await client.call_tool("charge", {"order": "7"}, key="k-1")
             with pytest.raises(OutcomeUnknown):
                 await client.call_tool("charge", {"order": "7"}, key="k-1")
-            assert await app.resolve("tools/call:charge", "k-1", Done({"order": "7"}))
+            verdict = Done({"order": "7"})
+            reason = "the bank has the payment"
+            assert await app.resolve("tools/call:charge", "k-1", verdict, reason=reason)
             settled = await client.call_tool("charge", {"order": "7"}, key="k-1")
         assert settled.text == '{"order":"7"}'
         assert settled.replayed

@@ -234,7 +234,7 @@ async def test_unknown_outcome_is_a_failed_task_and_stays_one() -> None:
             50910,
             "unknown",
         )
-        assert await app.resolve("tools/call:pay", "k", NotDone())
+        assert await app.resolve("tools/call:pay", "k", NotDone(), reason="the bank knows nothing")
         assert (await get(client, task))["error"] == told["error"]
 
 

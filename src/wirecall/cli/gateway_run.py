@@ -8,7 +8,8 @@ import msgspec
 
 from wirecall.cli.failures import CliError, Exit, Unreachable
 from wirecall.cli.terminal import Printer, count_of, json_option
-from wirecall.cli.watching import Watching, watching_options
+from wirecall.cli.watching import Watching, settings_in_force, watching_options
+from wirecall.config import load_config
 from wirecall.errors import CallFailed, UsageError
 from wirecall.gateway.settings import GatewaySettings, load_settings
 
@@ -43,9 +44,19 @@ def run_command(http: str | None, stdio: bool, watching: Watching) -> None:
     from wirecall.gateway.gateway import Gateway
 
     settings = _settings(http)
+    config = load_config()
+    stated = watching.stated()
+    if http is not None:
+        stated["gateway.http"] = http
+    watching = watching.or_else(config)
     gateway = Gateway(settings)
-    address = "stdio" if stdio else f"http://{settings.http}"
-    with watching.of(gateway, target="gateway", address=address, audit=settings.audit):
+    with watching.of(
+        gateway,
+        target="gateway",
+        address="stdio" if stdio else f"http://{settings.http}",
+        audit=settings.audit,
+        settings=settings_in_force(config, stated),
+    ):
         if stdio:
             gateway.run("stdio")
             return

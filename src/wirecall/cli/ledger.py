@@ -48,17 +48,6 @@ from wirecall.cli.terminal import (
     run,
 )
 from wirecall.config import load_config
-from wirecall.console.resolve import (
-    LONGEST_REASON,
-    SHORTEST_REASON,
-    TAIL,
-    Resolution,
-    check_reason,
-    settle,
-    stated_outcome,
-    type_name,
-)
-from wirecall.console.source import Refusal
 from wirecall.errors import UsageError, nearest
 from wirecall.ledger.base import (
     DIGEST,
@@ -77,6 +66,18 @@ from wirecall.ledger.base import (
 from wirecall.ledger.identity import Doubt, Identity, Lost, accept, all_lost, doubts, identity_of
 from wirecall.logs import escaped, host
 from wirecall.protocol.messages import JsonObject
+from wirecall.resolve import (
+    LONGEST_REASON,
+    SHORTEST_REASON,
+    TAIL,
+    NotSettled,
+    Resolution,
+    check_reason,
+    operator,
+    settle,
+    stated_outcome,
+    type_name,
+)
 from wirecall.server.method import Method
 
 T = TypeVar("T")
@@ -594,7 +595,7 @@ def _checked_reason(
         )
     try:
         return check_reason(reason)
-    except Refusal as error:
+    except NotSettled as error:
         raise CliError(str(error), "", next_step) from None
 
 
@@ -726,9 +727,9 @@ def _settle(where: Found, id: RecordId, resolution: Resolution) -> str:
 
     try:
         return _with(where, work, writes=True)
-    except Refusal as error:
+    except NotSettled as error:
         why = "another process has resolved it"
-        if error.document.get("record") is not None:
+        if error.record is not None:
             why = str(error)
         raise CliError(
             f"{id} is not unknown any more.",
@@ -739,18 +740,6 @@ def _settle(where: Found, id: RecordId, resolution: Resolution) -> str:
     finally:
         if trail is not None:
             trail.close()
-
-
-def operator() -> str:
-    """Return the name of the person at this terminal, as the record keeps it."""
-    import getpass
-    import socket
-
-    try:
-        name = getpass.getuser()
-    except (OSError, KeyError):  # the user has no name
-        name = f"uid {os.getuid()}" if hasattr(os, "getuid") else "unknown"
-    return f"{name}@{socket.gethostname()}"
 
 
 def resolving(target: Sequence[str], id: RecordId) -> str:
@@ -796,12 +785,12 @@ def _checked_result(where: Found, id: RecordId, result: str | None) -> str:
         raise CliError("Which result did it return?", why, next_step)
     try:
         stated_outcome(id, declared, result, "")
-    except Refusal as error:
+    except NotSettled as error:
         what, _, why = str(error).partition(": ")
         raise CliError(
             f"{what.replace('The result', '--result')}.",
             why,
-            str(error.document["error"]["hint"]),
+            error.hint,
         ) from None
     return result
 

@@ -24,12 +24,11 @@ from wirecall.config import (
     Problem,
     Value,
     check_config,
-    is_reference,
     load_config,
     names_module,
     variable,
+    without_secrets,
 )
-from wirecall.ledger.base import without_password
 
 TEMPLATE = Path(__file__).with_name("template")
 FILES = ("app.py", "wirecall.toml", "test_app.py", "README.md", ".gitignore")
@@ -151,7 +150,7 @@ def show_values(file: str | None, out: Printer) -> None:
         is_member = place.startswith("upstream.")
         if place.startswith("gateway.") and not config.has_gateway:
             continue
-        value = _without_secrets(each.value)
+        value = without_secrets(each.value)
         rows.append(
             {
                 "name": place,
@@ -164,15 +163,6 @@ def show_values(file: str | None, out: Printer) -> None:
     out.result(rows, lambda: out.table(["NAME", "VALUE", "FROM"], table))
 
 
-def _without_secrets(value: Any) -> Any:
-    """Return a value without passwords. Plain variables and headers may be secret too."""
-    if isinstance(value, str):
-        return without_password(value)
-    if isinstance(value, dict):
-        return {name: text if is_reference(text) else "***" for name, text in value.items()}
-    return value
-
-
 def _in_words(place: str, value: Any) -> str:
     """Return a value for people."""
     if value is not None:
@@ -181,6 +171,6 @@ def _in_words(place: str, value: Any) -> str:
         return "off"
     if place == "gateway.single_user":
         return "on loopback without [auth]"
-    if place == "server.app":
+    if place == "server.app" or place.startswith(("console.", "metrics.")):
         return "-"
     return "the app's own"

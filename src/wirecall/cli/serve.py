@@ -36,7 +36,13 @@ from wirecall.cli.targets import (
     pause,
     secrets_of,
 )
-from wirecall.cli.watching import PORT, Watching, host_and_port, watching_options
+from wirecall.cli.watching import (
+    PORT,
+    Watching,
+    host_and_port,
+    settings_in_force,
+    watching_options,
+)
 from wirecall.config import SETTINGS, Config, ledger_itself, load_config
 from wirecall.errors import UsageError
 from wirecall.files import IS_PORTABLE
@@ -225,6 +231,8 @@ def serve_command(
         succession = Succession(os.environ)
     config = load_config(flags=flags_of(given["ledger"]))
     how = _settings(given, config)
+    from_flags = _stated(given, audit, limits, watching)
+    watching = watching.or_else(config)
     audit = audit or config.audit
     host = ""
     port = 0
@@ -271,6 +279,7 @@ def serve_command(
             target=named(target, config).text,
             address=address,
             audit=audit,
+            settings=settings_in_force(config, from_flags),
             is_successor=is_successor,
         ):
             if way == "http":
@@ -309,6 +318,24 @@ def _settings(given: Mapping[str, Any], config: Config) -> dict[str, Any]:
     if given["drain"] is not None:  # it may be 0
         how["drain"] = given["drain"]
     return how
+
+
+def _stated(
+    given: Mapping[str, Any],
+    audit: str | None,
+    limits: Mapping[str, float],
+    watching: Watching,
+) -> dict[str, Any]:
+    """Return the values that the command line states, by their places in wirecall.toml."""
+    stated = {
+        "ledger.url" if name == "ledger" else f"server.{name}": value
+        for name, value in given.items()
+        if value not in (None, ())
+    }
+    if audit is not None:
+        stated["audit.file"] = audit
+    stated |= {f"limits.{name}": value for name, value in limits.items()}
+    return stated | watching.stated()
 
 
 def _transport(

@@ -1,20 +1,31 @@
 """The options by which a server lets people watch its calls: the console, and `/metrics`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
-from msgspec import Struct
-from msgspec.structs import replace
+from msgspec import Struct, structs
 
 from wirecall.cli.failures import CliError
+from wirecall.config import DEFAULT, Config, without_secrets
+from wirecall.protocol.messages import JsonObject
 
 if TYPE_CHECKING:
     from wirecall.app import App
 
 PORT = click.IntRange(0, 65535)
+# The settings of wirecall.toml that say the same as an option.
+PLACES = {
+    "console": "console.enabled",
+    "port": "console.port",
+    "readonly": "console.readonly",
+    "capture": "console.capture",
+    "metrics": "metrics.http",
+    "metrics_token": "metrics.token",
+}
+COMMAND_LINE = "the command line"
 
 
 def host_and_port(address: str, example: str) -> tuple[str, int]:
@@ -28,15 +39,42 @@ def host_and_port(address: str, example: str) -> tuple[str, int]:
 
 
 class Watching(Struct, frozen=True):
-    """How the calls of a server are watched."""
+    """How the calls of a server are watched; None: the command line does not say."""
 
-    console: bool = False
+    console: bool | None = None
     port: int | None = None
-    readonly: bool = False
-    capture: Literal["facts", "bodies"] = "facts"
+    readonly: bool | None = None
+    capture: Literal["facts", "bodies"] | None = None
     sessions: str | None = None
     metrics: str | None = None
     metrics_token: str | None = None
+
+    def or_else(self, config: Config) -> "Watching":
+        """Return the options with those of wirecall.toml where the command line is silent."""
+        merged = {name: getattr(self, name) for name in PLACES}
+        for name, place in PLACES.items():
+            if merged[name] is None:
+                merged[name] = config.get(place)
+        whole = structs.replace(self, **merged)
+        whole.check(self)
+        return whole
+
+    def check(self, given: "Watching") -> None:
+        """Refuse options of the command line that have no effect."""
+        if not self.console and (given.port is not None or given.readonly):
+            name = "--console-readonly" if given.readonly else "--console-port"
+            raise CliError(f"{name} is for --console.", "there is no console", f"--console {name}")
+        if self.metrics is None and given.metrics_token is not None:
+            raise CliError(
+                "--metrics-token is for --metrics.",
+                "/metrics is not served",
+                "--metrics 127.0.0.1:9464",
+            )
+
+    def stated(self) -> dict[str, Any]:
+        """Return the options that the command line states, by their places in wirecall.toml."""
+        found = {place: getattr(self, name) for name, place in PLACES.items()}
+        return {place: value for place, value in found.items() if value is not None}
 
     @contextmanager
     def of(
@@ -46,9 +84,13 @@ class Watching(Struct, frozen=True):
         target: str,
         address: str,
         audit: str | None,
+        settings: list[JsonObject],
         is_successor: bool = False,
     ) -> Iterator[None]:
-        """Watch an app while it serves. A successor shares the addresses of its predecessor."""
+        """Watch an app while it serves. `settings` are the values in force, for their page.
+
+        A successor shares the addresses of its predecessor.
+        """
         if not self.console and self.metrics is None:
             yield
             return
@@ -63,11 +105,11 @@ class Watching(Struct, frozen=True):
         console = None
         if self.console:
             console = ListenerSettings(
-                readonly=self.readonly, sessions=self.sessions, shares=is_successor
+                readonly=bool(self.readonly), sessions=self.sessions, shares=is_successor
             )
             if self.port is not None:
-                console = replace(console, port=self.port)
-        settings = Settings(
+                console = structs.replace(console, port=self.port)
+        whole = Settings(
             served_now(app.name, target, address),
             console,
             self.port is not None,
@@ -75,8 +117,9 @@ class Watching(Struct, frozen=True):
             _secret(self.metrics_token),
             None if audit is None else audit.removeprefix("file:").partition("?")[0],
             is_successor,
+            settings,
         )
-        companion = Companion(settings, self.capture)
+        companion = Companion(whole, self.capture or "facts")
         try:
             companion.start(app)
             yield
@@ -84,21 +127,37 @@ class Watching(Struct, frozen=True):
             companion.stop()
 
 
+def settings_in_force(config: Config, given: Mapping[str, Any]) -> list[JsonObject]:
+    """Return every value with its origin, without secrets.
+
+    `given` are the values that the command line states, by their places.
+    """
+    rows: list[JsonObject] = []
+    for place, value in config.values.items():
+        if place.partition(".")[0] in ("gateway", "upstream") and not config.has_gateway:
+            continue
+        row: JsonObject = {"name": place, "value": value.value, "origin": value.origin}
+        if place in given:
+            row |= {"value": given[place], "origin": COMMAND_LINE}
+        if row["value"] is not None or row["origin"] != DEFAULT:
+            rows.append({**row, "value": without_secrets(row["value"])})
+    return rows
+
+
 def watching_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options to a verb, which gets them as `watching`."""
 
     @wraps(command)
     def gathered(
-        console: bool,
+        console: bool | None,
         console_port: int | None,
-        console_readonly: bool,
+        console_readonly: bool | None,
         console_sessions: str | None,
-        capture: Literal["facts", "bodies"],
+        capture: Literal["facts", "bodies"] | None,
         metrics: str | None,
         metrics_token: str | None,
         **given: Any,
     ) -> Any:
-        _check(console, console_port, console_readonly, metrics, metrics_token)
         watching = Watching(
             console,
             console_port,
@@ -111,14 +170,22 @@ def watching_options(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(watching=watching, **given)
 
     options = [
-        click.option("--console", is_flag=True, help="Serve the console on the loopback."),
+        click.option(
+            "--console/--no-console",
+            default=None,
+            help="Serve the console on the loopback. [default: off]",
+        ),
         click.option("--console-port", type=PORT, help="Port of the console. [default: 8421]"),
-        click.option("--console-readonly", is_flag=True, help="The console changes nothing."),
+        click.option(
+            "--console-readonly",
+            is_flag=True,
+            default=None,
+            help="The console changes nothing.",
+        ),
         click.option("--console-sessions", hidden=True),  # `wirecall dev` sets it
         click.option(
             "--capture",
             type=click.Choice(["facts", "bodies"]),
-            default="facts",
             help="What the console keeps of a call; bodies are params and results without "
             "secrets. [default: facts]",
         ),
@@ -133,25 +200,6 @@ def watching_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed(options):
         wrapped = option(wrapped)
     return wrapped
-
-
-def _check(
-    console: bool,
-    port: int | None,
-    readonly: bool,
-    metrics: str | None,
-    token: str | None,
-) -> None:
-    """Refuse options that have no effect."""
-    if not console and (port is not None or readonly):
-        name = "--console-readonly" if readonly else "--console-port"
-        raise CliError(f"{name} is for --console.", "there is no console", f"--console {name}")
-    if metrics is None and token is not None:
-        raise CliError(
-            "--metrics-token is for --metrics.",
-            "/metrics is not served",
-            "--metrics 127.0.0.1:9464",
-        )
 
 
 def _check_token(host: str, token: str | None) -> None:

@@ -9,7 +9,7 @@ import asyncio
 import os
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -104,8 +104,17 @@ class Snapshot(Struct):
 class Collector:
     """Reads all workers of one server. It implements `Source`."""
 
-    def __init__(self, served: Served, *, readonly: bool = False, audit: str | None = None) -> None:
+    def __init__(
+        self,
+        served: Served,
+        *,
+        readonly: bool = False,
+        audit: str | None = None,
+        settings: Sequence[JsonObject] = (),
+    ) -> None:
         self.served = served
+        # The settings that the file, the environment and the command line state.
+        self._stated = {str(each["name"]): each for each in settings}
         self._readonly = readonly
         self._trail = None if audit is None else Audit(audit)
         self._verified: JsonObject | None = None
@@ -795,8 +804,16 @@ class Collector:
         """Return the effective settings, without secrets."""
         found = await self.ask("settings")
         await self.read()
+        rest = dict(self._stated)
+        values = []
+        for each in found["values"]:
+            stated = rest.pop(each["name"], None)
+            if stated is not None and stated["origin"] != "default":
+                each = {**each, "origin": stated["origin"]}
+            values.append(each)
         return {
             **found,
+            "values": [*values, *rest.values()],
             "readonly": self._readonly,
             "target": self.served.target,
             "address": self.served.address,
@@ -1016,7 +1033,11 @@ def _error(kind: str, message: str, hint: str = "") -> JsonObject:
 
 
 def open_collector(
-    served: Served, *, readonly: bool = False, audit: str | None = None
+    served: Served,
+    *,
+    readonly: bool = False,
+    audit: str | None = None,
+    settings: Sequence[JsonObject] = (),
 ) -> Collector:
     """Return a collector of a server; `UsageError` if this system has no Unix sockets."""
     if not hasattr(asyncio, "open_unix_connection"):
@@ -1025,4 +1046,4 @@ def open_collector(
             "it has no Unix sockets",
             "use Linux or macOS",
         )
-    return Collector(served, readonly=readonly, audit=audit)
+    return Collector(served, readonly=readonly, audit=audit, settings=settings)

@@ -18,14 +18,16 @@ from wirecall.console.records import (
     details,
     place_of_cursor,
     record_id,
+    refusal_of,
 )
-from wirecall.console.resolve import Resolution, settle
 from wirecall.console.ring import SIZE
 from wirecall.console.source import NotFound, Refusal, WithUpstreams
 from wirecall.errors import UsageError
 from wirecall.ledger.base import LedgerDown, Only, RecordId, State, without_password
+from wirecall.limits import Limits
 from wirecall.mcp.server.catalog import input_schema
 from wirecall.protocol.messages import Id, JsonObject
+from wirecall.resolve import NotSettled, Resolution, settle
 from wirecall.server.call import clock
 from wirecall.server.method import Method, Mode
 from wirecall.server.policy import needs_key
@@ -213,7 +215,7 @@ class Facts:
         return found
 
     async def _resolve(self, question: JsonObject) -> JsonObject:
-        """Settle a record; the rules are those of `console.resolve`."""
+        """Settle a record by the rules of `wirecall.resolve`."""
         id = record_id(str(question["id"]))
         request: Any = question["request"]
         try:
@@ -223,14 +225,17 @@ class Facts:
         ledger = await self._app.ledger()
         self._counts = None
         trail = self._app.trail
-        settled = await settle(
-            ledger,
-            id,
-            resolution,
-            declared=self._declared(id),
-            actor=str(question["actor"]),
-            note=None if trail is None else trail.append,
-        )
+        try:
+            settled = await settle(
+                ledger,
+                id,
+                resolution,
+                declared=self._declared(id),
+                actor=str(question["actor"]),
+                note=None if trail is None else trail.append,
+            )
+        except NotSettled as error:
+            raise refusal_of(error, self._declared(id)) from error
         record = await ledger.get(id)
         shown = None
         if record is not None:
@@ -297,15 +302,27 @@ class Facts:
     async def _settings(self, _: JsonObject) -> JsonObject:
         app = self._app
         trail = app.trail
+        stated = "WIRECALL_MODE" if os.environ.get("WIRECALL_MODE") else "the app"
+        usual = msgspec.structs.asdict(Limits())
         values = [
-            {"name": "mode", "value": app.mode},
-            {"name": "ledger.url", "value": without_password(app.ledger_url)},
-            {"name": "audit.file", "value": None if trail is None else str(trail.path)},
+            {"name": "mode", "value": app.mode, "origin": stated},
+            {
+                "name": "ledger.url",
+                "value": without_password(app.ledger_url),
+                "origin": "the app",
+            },
             *(
-                {"name": f"limits.{name}", "value": value}
+                {
+                    "name": f"limits.{name}",
+                    "value": value,
+                    "origin": "default" if value == usual[name] else "the app",
+                }
                 for name, value in msgspec.structs.asdict(app.limits).items()
             ),
         ]
+        if trail is not None:
+            row = {"name": "audit.file", "value": str(trail.path), "origin": "the app"}
+            values.insert(2, row)
         return {
             "name": app.name,
             "version": app.version,

@@ -25,6 +25,7 @@ from wirecall.console.worker import Served, describe, make_folder, remove_folder
 from wirecall.errors import UsageError
 from wirecall.files import IS_PORTABLE
 from wirecall.logs import announce
+from wirecall.protocol.messages import JsonObject
 
 if TYPE_CHECKING:
     from wirecall.app import App
@@ -49,6 +50,8 @@ class Settings(Struct):
     audit: str | None = None
     # The address of /metrics is still that of the server that this one replaces.
     shares: bool = False
+    # The settings in force: name, value and origin of each.
+    values: list[JsonObject] = []
 
 
 class Companion:
@@ -125,6 +128,7 @@ async def run(settings: Settings) -> None:
         settings.served,
         readonly=settings.console is not None and settings.console.readonly,
         audit=settings.audit,
+        settings=settings.values,
     )
     await collector.open()
     opened: list[Listener | MetricsListener] = []

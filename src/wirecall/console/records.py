@@ -8,6 +8,7 @@ import msgspec
 from wirecall.console.source import NotFound, Refusal
 from wirecall.ledger.base import DIGEST, Place, Record, RecordId, State
 from wirecall.protocol.messages import Json, JsonObject
+from wirecall.resolve import NotSettled, why_not
 from wirecall.server.method import Method
 
 # Bytes of a stored answer that a page shows.
@@ -120,17 +121,10 @@ AFTER = {
 }
 
 
-def why_not(record: Record) -> str | None:
-    """Return why a record cannot be resolved; None if it can."""
-    if record.standing is State.UNKNOWN:
-        return None
-    if record.state is State.RUNNING and record.lease_left > 0:
-        return f"It runs: its lease ends in {record.lease_left:.0f} s unless its server renews it."
-    if record.state is State.RUNNING:
-        return (
-            "Its process ended before the commit point, so nothing was done: "
-            "the next call with this key runs."
-        )
-    if record.state is State.WAITING:
-        return "It waits for an answer of its caller, which may still come."
-    return "Its outcome is known."
+def refusal_of(error: NotSettled, declared: Method | None) -> Refusal:
+    """Return the answer to a verdict that changed nothing."""
+    stated: JsonObject = {"type": error.kind, "message": str(error), "hint": error.hint}
+    if not error.was_late:
+        return Refusal(400, {"error": stated})
+    shown = None if error.record is None else details(error.record, declared)
+    return Refusal(409, {"error": stated, "record": shown})

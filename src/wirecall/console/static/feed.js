@@ -27,6 +27,14 @@ export const sampled = signal(1);
 /** Grows with every row that arrived. */
 export const arrived = signal(0);
 
+/** Workers that have ended since this page was opened. @type {Set<string>} */
+const ended = new Set();
+
+/** Whether the worker of a row has ended. @param {Row} row */
+export function isGone(row) {
+  return row.gone || ended.has(row.worker);
+}
+
 let filter = "";
 let cursor = "";
 let wait = SOON;
@@ -123,5 +131,9 @@ function take(text) {
     if (document.lost < 0) notice.value = "Reconnected. Earlier rows are not here.";
     add(document.rows);
     arrived.value += document.rows.length;
-  } else if (name === "numbers") numbers.value = JSON.parse(data);
+  } else if (name === "numbers") {
+    const found = JSON.parse(data);
+    for (const each of found.workers ?? []) if (each.gone) ended.add(each.worker);
+    numbers.value = found;
+  }
 }

@@ -1,7 +1,7 @@
 /** Calls: the list of calls as they come. */
 
 import { document_of } from "../api.js";
-import { add, arrived, follow, notice, numbers, rows, sampled } from "../feed.js";
+import { add, arrived, follow, isGone, notice, numbers, rows, sampled } from "../feed.js";
 import { FilterError, readFilter } from "../filter.js";
 import { html, nothing } from "../lit-html.js";
 import { changed, go } from "../route.js";
@@ -232,8 +232,9 @@ export function open(route) {
    * @param {number} longest
    */
   function line(row, index, longest) {
-    const classes = [row.gone ? "gone" : "", row.id === chosen.value ? "chosen" : ""].join(" ").trim();
-    return html`<tr class=${classes} aria-rowindex=${index + 2}>
+    const gone = isGone(row);
+    const classes = [gone ? "gone" : "", row.id === chosen.value ? "chosen" : ""].join(" ").trim();
+    return html`<tr class=${classes} aria-rowindex=${index + 2} data-worker=${row.worker}>
       <td>${time(row.at)}</td>
       <td>${outcome(row)}</td>
       <td class="name"><a href=${`/calls/${encodeURIComponent(row.id)}`}>${named(row)}</a></td>
@@ -245,7 +246,7 @@ export function open(route) {
         <rect class=${row.replayed ? "replay" : row.outcome} width=${Math.max((row.ms / longest) * 60, 1)} height="8"></rect></svg></td>
       <td class="w2">${row.batch ? html`<a class="chip" href=${`/batches/${encodeURIComponent(row.batch)}`}>${batchName(row)}</a>` : nothing}</td>
       <td class="w3 right">${row.bytes ? bytes(row.bytes) : ""}</td>
-      <td class="w3">${row.worker}${row.gone ? " (ended)" : ""}</td>
+      <td class="w3">${row.worker}${gone ? " (ended)" : ""}</td>
     </tr>`;
   }
 

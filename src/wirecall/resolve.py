@@ -1,8 +1,9 @@
-"""How a person settles a command whose outcome is unknown: the rules of every way to do it.
+"""How a person settles a command whose outcome is unknown: in Python, in the terminal, in the console.
 
 1. Only a record whose outcome is unknown can be settled. A committed run whose lease is over counts
    as unknown.
-2. The person states a reason of 10 to 500 characters, and the last characters of the key.
+2. The person states a reason of 10 to 500 characters. The page of the console asks for the last
+   characters of the key too; who has typed the whole key has named the record already.
 3. The request carries the fence and the state that the person has seen. The store compares them in
    the same step in which it changes the record. If another person or the late outcome was faster,
    nothing is overwritten.
@@ -21,8 +22,7 @@ from msgspec import Struct
 
 from wirecall.audit import AuditEntry
 from wirecall.commands.outcome import outcome_of
-from wirecall.console.records import details, why_not
-from wirecall.console.source import NotFound, Refusal
+from wirecall.errors import WirecallError
 from wirecall.ledger.base import DIGEST, Ledger, Outcome, Record, RecordId, State
 from wirecall.logs import host
 from wirecall.mcp.server.calls import call_result
@@ -38,6 +38,22 @@ TAIL = 6
 
 Note = Callable[[AuditEntry], None]
 Settled = Literal["done", "absent", "unknown"]
+Refused = Literal["reason", "tail", "result", "changed", "not_unknown"]
+
+
+class NotSettled(WirecallError):
+    """A verdict that changed nothing. `record` is the record as it is now, if it matters."""
+
+    def __init__(self, kind: Refused, message: str, hint: str, record: Record | None) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.hint = hint
+        self.record = record
+
+    @property
+    def was_late(self) -> bool:
+        """Whether the record was settled already, or is not unknown."""
+        return self.kind in ("changed", "not_unknown")
 
 
 class Resolution(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -74,7 +90,7 @@ async def settle(
     actor: str,
     note: Note | None,
 ) -> Settled:
-    """Settle a record by a person's verdict; return its state. `Refusal`: nothing was changed."""
+    """Settle a record by a person's verdict; return its state."""
     reason = check_reason(resolution.reason)
     if resolution.tail != id.key[-TAIL:]:
         raise _refused(
@@ -87,26 +103,16 @@ async def settle(
         outcome = stated_outcome(id, declared, resolution.result, actor)
     record = await ledger.get(id)
     if record is None:
-        raise _changed(id, None, declared)
+        raise _changed(id, None)
     if record.standing.value != resolution.state or record.fence != resolution.fence:
-        raise _changed(id, record, declared)
+        raise _changed(id, record)
     if record.standing is not State.UNKNOWN:
-        raise Refusal(
-            409,
-            {
-                "error": {
-                    "type": "not_unknown",
-                    "message": f"{id} is not unknown.",
-                    "hint": why_not(record),
-                },
-                "record": details(record, declared),
-            },
-        )
+        raise NotSettled("not_unknown", f"{id} is not unknown.", why_not(record) or "", record)
     state: Settled = "unknown"
     if resolution.verdict != "leave":
         terms = Terms() if declared is None else declared.terms
         if not await ledger.resolve(id, outcome, terms.retention, fence=record.fence):
-            raise _changed(id, await ledger.get(id), declared)
+            raise _changed(id, await ledger.get(id))
         state = "done" if outcome is not None else "absent"
     if note is not None:
         note(_line(record, resolution.verdict, state, reason, actor, outcome))
@@ -136,10 +142,10 @@ def stated_outcome(id: RecordId, declared: Method | None, result: str, actor: st
 
 def _as_tool_result(declared: Method | None, value: Any, *, is_wrapped: bool) -> Any:
     """Return the result of `tools/call`, with the value inside, as the record of a tool holds it."""
-    if declared is not None:
-        return msgspec.json.decode(msgspec.json.encode(call_result(declared)(value)))
     if is_wrapped:
         return value
+    if declared is not None:
+        return msgspec.json.decode(msgspec.json.encode(call_result(declared)(value)))
     text = value
     if not isinstance(value, str):
         text = msgspec.json.encode(value).decode()
@@ -212,28 +218,44 @@ def _line(
     )
 
 
-def _refused(kind: str, message: str, hint: str) -> Refusal:
-    return Refusal(400, {"error": {"type": kind, "message": message, "hint": hint}})
+def operator() -> str:
+    """Return the name of the person at this machine, as the record keeps it."""
+    import getpass
+
+    try:
+        name = getpass.getuser()
+    except (OSError, KeyError):  # the user has no name
+        name = f"uid {os.getuid()}" if hasattr(os, "getuid") else "unknown"
+    return f"{name}@{host()}"
 
 
-def _changed(id: RecordId, record: Record | None, declared: Method | None) -> Refusal:
-    """Return the refusal after another person, or the late outcome, was faster."""
+def why_not(record: Record) -> str | None:
+    """Return why a record cannot be resolved; None if it can."""
+    if record.standing is State.UNKNOWN:
+        return None
+    if record.state is State.RUNNING and record.lease_left > 0:
+        return f"It runs: its lease ends in {record.lease_left:.0f} s unless its server renews it."
+    if record.state is State.RUNNING:
+        return (
+            "Its process ended before the commit point, so nothing was done: "
+            "the next call with this key runs."
+        )
+    if record.state is State.WAITING:
+        return "It waits for an answer of its caller, which may still come."
+    return "Its outcome is known."
+
+
+def _refused(kind: Refused, message: str, hint: str) -> NotSettled:
+    return NotSettled(kind, message, hint, None)
+
+
+def _changed(id: RecordId, record: Record | None) -> NotSettled:
+    """Return the error after another person, or the late outcome, was faster."""
     if record is None:
-        missing = NotFound(f"record {id}").document["error"]
-        missing = {**missing, "type": "changed", "hint": "it was resolved as not done, or removed"}
-        return Refusal(409, {"error": missing, "record": None})
+        message = f"There is no record {id}."
+        return NotSettled("changed", message, "it was resolved as not done, or removed", None)
     by = record.resolved_by
     message = f"{id} is {record.standing.value} now, not as you have seen it."
     if by is not None:
         message = f"{id} was resolved by {by}."
-    return Refusal(
-        409,
-        {
-            "error": {
-                "type": "changed",
-                "message": message,
-                "hint": "look at it again: nothing was changed",
-            },
-            "record": details(record, declared),
-        },
-    )
+    return NotSettled("changed", message, "look at it again: nothing was changed", record)
