@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.public import TOPICS, Topic
+from tests.public import MADE, TOPICS, Topic
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 WIDTH = 88
-# Members that are only there because a protocol of Python asks for them.
-HIDDEN = ("model_", "mro")
+# Members that are not for programs.
+HIDDEN = ("on_wire", "contents", "catalog", "obtain", "open", "aclose", "rows")
 
 
 class Field(NamedTuple):
@@ -121,6 +121,12 @@ def own_fields(cls: Any) -> Iterator[Field]:
         yield Field(node.target.id, kind, default, " ".join(comment))
 
 
+def constructor(cls: type) -> Any:
+    """Return the `__init__` of a class, or None if it has none."""
+    made = inspect.getattr_static(cls, "__init__")
+    return None if made is inspect.getattr_static(object, "__init__") else made
+
+
 def signature(name: str, thing: Any) -> str:
     """Return the line that a program writes: name and parameters, without the types of fields."""
     if isinstance(thing, type):
@@ -129,9 +135,9 @@ def signature(name: str, thing: Any) -> str:
                 f"{each.name}: {each.type}" + (f" = {each.default}" if each.default else "")
                 for each in fields(thing)
             ]
-        elif "__init__" in vars(thing) or thing.__init__ is not object.__init__:
+        elif (made := constructor(thing)) is not None:
             try:
-                parts = arguments(thing.__init__)
+                parts = arguments(made)
             except (AssertionError, TypeError):
                 parts = []
         else:
@@ -152,11 +158,34 @@ def signature(name: str, thing: Any) -> str:
     return f"```text\n{line}\n```\n"
 
 
+def bases_of(thing: Any) -> list[Any]:
+    """Return the bases of a class whose fields it has too."""
+    if not isinstance(thing, type) or not hasattr(thing, "__struct_fields__"):
+        return []
+    return [
+        base
+        for base in thing.__mro__[1:]
+        if base.__module__.startswith("wirecall") and hasattr(base, "__struct_fields__")
+    ]
+
+
+def paragraphs(thing: Any) -> list[str]:
+    blocks = re.split(r"\n\n+", inspect.cleandoc(thing.__doc__ or ""))
+    return [block for block in blocks if not block.startswith(">>> ")]
+
+
 def described(thing: Any) -> str:
     """Return a docstring as Markdown: its paragraphs, and its examples as sessions."""
-    text = inspect.cleandoc(thing.__doc__ or "")
+    text = inspect.cleandoc(getattr(thing, "__doc__", None) or "")
+    blocks = re.split(r"\n\n+", text)
+    # What a class shares with others: the paragraphs of its base behind the first.
+    shared = [block for base in bases_of(thing) for block in paragraphs(base)[1:]]
+    first_example = next(
+        (place for place, block in enumerate(blocks) if block.startswith(">>> ")), len(blocks)
+    )
+    blocks[first_example:first_example] = shared
     parts: list[str] = []
-    for block in re.split(r"\n\n+", text):
+    for block in blocks:
         if block.startswith(">>> "):
             parts.append(f"```pycon\n{block}\n\n```")
         elif block.startswith("    "):
@@ -183,12 +212,24 @@ def members(cls: type) -> Iterator[tuple[str, Any]]:
             found |= {
                 name: value
                 for name, value in vars(each).items()
-                if not name.startswith(("_", *HIDDEN))
+                if not name.startswith("_") and name not in HIDDEN
             }
     for name, value in found.items():
         inner = getattr(value, "__func__", value)
         if isinstance(inner, property) or inspect.isfunction(inner):
             yield name, inner
+
+
+def documented(cls: type, member: str) -> Any:
+    """Return a member of a class, or of the base whose docstring it inherits."""
+    for each in cls.__mro__:
+        found = vars(each).get(member)
+        inner = getattr(found, "__func__", found)
+        if isinstance(inner, property):
+            inner = inner.fget
+        if getattr(inner, "__doc__", None):
+            return inner
+    return None
 
 
 def entry(name: str, heading: str) -> str:
@@ -197,7 +238,7 @@ def entry(name: str, heading: str) -> str:
     short = name.rpartition(".")[2]
     parts = [f"{heading} {short}\n", f"`from {name.rpartition('.')[0]} import {short}`\n"]
     is_error = isinstance(thing, type) and issubclass(thing, BaseException)
-    if callable(thing) and not isinstance(thing, type(Any)):
+    if name not in MADE:
         parts.append(signature(short, thing))
     parts.append(described(thing))
     if not isinstance(thing, type):
@@ -206,14 +247,12 @@ def entry(name: str, heading: str) -> str:
     if rows:
         parts.append(field_table(rows))
     for member, value in members(thing):
-        own = value.fget if isinstance(value, property) else value
-        doc = inspect.getdoc(own)
-        if not doc or (is_error and member not in vars(thing)):
+        if is_error and member not in vars(thing):
             continue
         parts.append(f"{heading}# {short}.{member}\n")
         if not isinstance(value, property):
             parts.append(signature(member, value))
-        parts.append(described(own))
+        parts.append(described(documented(thing, member)))
     return "\n".join(parts)
 
 

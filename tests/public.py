@@ -20,6 +20,18 @@ def of(module: str, *names: str) -> list[str]:
     return [f"{module}.{name}" for name in names]
 
 
+# Programs get objects of these classes, and do not make them.
+MADE = {
+    "wirecall.Context",
+    "wirecall.client.client.Client",
+    "wirecall.client.sync.SyncClient",
+    "wirecall.mcp.client.client.McpClient",
+    "wirecall.mcp.client.client.SyncMcpClient",
+    "wirecall.auth.Login",
+    "wirecall.auth.Store",
+    "wirecall.Kind",
+}
+
 TOPICS = [
     Topic(
         "app",
@@ -55,7 +67,7 @@ TOPICS = [
         "What wirecall raises, and what handlers raise. [errors.md](../errors.md) lists all codes.",
         of("wirecall", "WirecallError", "UsageError", "RpcError", "DomainError", "ToolError")
         + of("wirecall", "ProtocolError", "CallFailed", "Unauthorized"),
-        prelude="from wirecall import App, connect_sync\n",
+        prelude="from wirecall import App, Retry, connect_sync\n",
     ),
     Topic(
         "client",
@@ -82,7 +94,7 @@ TOPICS = [
         + of("wirecall.jsonrpc", "make_error", "make_batch", "make_reply", "Request", "Batch")
         + of("wirecall.jsonrpc", "Response", "ResponseBatch", "ErrorObject", "RpcError")
         + of("wirecall.jsonrpc", "InvalidRequest", "MethodNotFound", "InvalidParams"),
-        prelude="import asyncio\n\n",
+        prelude="import asyncio\n\nfrom wirecall import App, connect_sync\n",
     ),
     Topic(
         "mcp",
