@@ -179,7 +179,8 @@ class App(Declarations):
     `lifespan` takes the app and returns an async context manager. Every process enters it before
     the first call and leaves it after the last one; its value is `ctx.state`.
 
-    `name` and `version` are the app's, as clients see them, and `instructions` are words for the models that use it. `limits` are its `Limits`. `middleware` are layers `(context, next)` around
+    `name` and `version` are the app's, as clients see them, and `instructions` are words for the
+    models that use it. `limits` are its `Limits`. `middleware` are layers `(context, next)` around
     every call; the first is the outermost. `execution` says how the entries of an array run:
     "parallel" or "sequential"; by default commands run one after another, and queries beside them.
 
