@@ -22,7 +22,10 @@ import pytest
 from tests import docs_errors, docs_gateway, docs_picture, docs_rules, docs_run, docs_tests
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
+PAGES = [
+    "README.md",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("**/*.md")),
+]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 # Commands that run the whole project, this test included.

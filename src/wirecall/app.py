@@ -186,6 +186,20 @@ class App(Declarations):
 
     `lifespan` takes the app and returns an async context manager. Every process enters it before
     the first call and leaves it after the last one; its value is `ctx.state`.
+
+    `name` and `version` are the app's, as clients see them, and `instructions` are words for the
+    models that use it. `limits` are its `Limits`. `middleware` are layers `(context, next)` around
+    every call; the first is the outermost. `execution` says how the entries of an array run:
+    "parallel" or "sequential"; by default commands run one after another, and queries beside them.
+
+    Raises `UsageError` for an option that contradicts another one, or that cannot work.
+
+    >>> app = App("shop", version="1.0", limits=Limits(batch=100))
+    >>> @app.query
+    ... def price(sku: str) -> int:
+    ...     return {"tea": 450}[sku]
+    >>> app.handle_sync(b'{"jsonrpc":"2.0","method":"price","params":["tea"],"id":1}')
+    b'{"jsonrpc":"2.0","result":450,"id":1}'
     """
 
     # Why an app of this class cannot be mounted.

@@ -449,7 +449,15 @@ class Report(Struct, frozen=True):
 
 
 def verify(path: str | Path) -> Report:
-    """Read a file of a trail from its beginning and check every link of the chain."""
+    """Read a file of a trail from its beginning and check every link of the chain.
+
+    `path` is the file. Raises `OSError` if it cannot be read.
+
+    >>> from pathlib import Path
+    >>> Path("audit.jsonl").touch()
+    >>> verify("audit.jsonl").ok
+    True
+    """
     with open(path, "rb") as file:
         return verify_lines(file)
 

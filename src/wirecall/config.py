@@ -612,6 +612,12 @@ def load_config(
 
     `flags` are the places that the command line sets, such as "ledger.url": there other sources may
     differ.
+
+    `path` is the file, by default `wirecall.toml`, and `environment` are the variables, by default
+    those of the process.
+
+    >>> load_config(environment={"WIRECALL_SERVER_WORKERS": "4"}).get("server.workers")
+    4
     """
     config, problems = check_config(path, environment, flags=flags)
     if problems:
@@ -625,7 +631,14 @@ def check_config(
     *,
     flags: Collection[str] = (),
 ) -> tuple[Config, list[Problem]]:
-    """Return the configuration without its wrong values, and every problem in it."""
+    """Return the configuration without its wrong values, and every problem in it.
+
+    `path`, `environment` and `flags` are those of `load_config`.
+
+    >>> config, problems = check_config(environment={"WIRECALL_SERVER_WORKERS": "x"})
+    >>> len(problems)
+    1
+    """
     environment = os.environ if environment is None else environment
     named = path or environment.get(FILE_VARIABLE) or None
     reading = _Reading(Path(named or FILE))

@@ -71,11 +71,24 @@ Ran = Literal["no", "yes", "unknown"]
 
 
 class WirecallError(Exception):
-    """Anything that wirecall raises."""
+    """Anything that wirecall raises.
+
+    >>> issubclass(UsageError, WirecallError), issubclass(RpcError, WirecallError)
+    (True, True)
+    """
 
 
 class UsageError(WirecallError):
-    """A mistake in the program that uses wirecall: the problem, the reason, and the fix."""
+    """A mistake in the program that uses wirecall: the problem, the reason, and the fix.
+
+    `what` is the problem, `why` the reason, and `fix` what to write instead.
+
+    >>> App("shop", mode="test")
+    Traceback (most recent call last):
+    wirecall.errors.UsageError: 'test' is not a mode.
+      why: mode= has this value
+      fix: use "development" or "production"
+    """
 
     def __init__(self, what: str, why: str = "", fix: str = "") -> None:
         super().__init__(
@@ -190,6 +203,14 @@ class Unauthorized(WirecallError):
     """`authenticate` raises it to refuse a request.
 
     The server answers 401 with its `www_authenticate` header.
+
+    `message` is the reason, which the caller reads.
+
+    >>> def authenticate(headers):
+    ...     if headers.get("x-key") != "right":
+    ...         raise Unauthorized("the key is wrong")
+    ...     return "ada"
+    >>> app = App("shop", authenticate=authenticate)
     """
 
     def __init__(
@@ -201,7 +222,18 @@ class Unauthorized(WirecallError):
 
 
 class CallFailed(WirecallError):
-    """The client's call got no answer. `ran` reports whether it may have taken effect."""
+    """The client's call got no answer. `ran` reports whether it may have taken effect.
+
+    `message` is the reason, `status` the HTTP status if there was one, and `retry_after` the
+    seconds that the server asked to wait.
+
+    >>> with connect_sync("http://127.0.0.1:9/rpc", timeout=5, retry=Retry(attempts=1)) as client:
+    ...     try:
+    ...         client.call("price")
+    ...     except CallFailed as error:
+    ...         print(error.ran)
+    no
+    """
 
     RAN: ClassVar[Ran] = "unknown"
 
@@ -291,7 +323,18 @@ SHOWN = 1000
 
 
 class RpcError(WirecallError):
-    """An error that reaches the caller: `code`, `message` and, when not None, `data`."""
+    """An error that reaches the caller: `code`, `message` and, when not None, `data`.
+
+    The client raises it for every error that a server answers with, and handlers may raise it.
+
+    >>> app = App("shop")
+    >>> with connect_sync(app) as client:
+    ...     try:
+    ...         client.call("prize")
+    ...     except RpcError as error:
+    ...         print(error.code, error.message)
+    -32601 Method not found
+    """
 
     # It came as a message, from a called server or a questioned client.
     is_remote = False
@@ -388,11 +431,31 @@ class DomainError(RpcError):
     """The error that a handler raises on purpose.
 
     It reaches the caller and, for a command, it is recorded.
+
+    `code` is yours: an integer outside of -32768 to -32000. `message` is for people, and `data` can
+    be any JSON.
+
+    >>> @app.command
+    ... def charge(cents: int) -> None:
+    ...     raise DomainError(4020, "not enough money", {"missing": cents})
+    >>> with connect_sync(app) as client:
+    ...     try:
+    ...         client.call("charge", {"cents": 5})
+    ...     except RpcError as error:
+    ...         print(error.code, error.data)
+    4020 {'missing': 5}
     """
 
 
 class ToolError(DomainError):
-    """A tool's answer "it did not work", in words for the model that called it."""
+    """A tool's answer "it did not work", in words for the model that called it.
+
+    `message` is what the model reads. `data` and `code` are for callers of JSON-RPC.
+
+    >>> @app.tool
+    ... def refund(order: str) -> str:
+    ...     raise ToolError(f"Order {order} is older than 30 days; offer a voucher.")
+    """
 
     def __init__(self, message: str, data: Any = None, code: int = 40000) -> None:
         super().__init__(code, message, data)
@@ -402,6 +465,12 @@ class ProtocolError(RpcError):
     """The error with which a tool ends its call as JSON-RPC does.
 
     Without it, the error would be a result that the model reads.
+
+    `code`, `message` and `data` are members of the JSON-RPC error.
+
+    >>> @app.tool
+    ... def export(year: int) -> str:
+    ...     raise ProtocolError(-32602, "only the last ten years", {"since": 2016})
     """
 
 
@@ -439,7 +508,13 @@ class ParseError(FixedError):
 
 
 class InvalidRequest(FixedError):
-    """The JSON is not a request that may be made."""
+    """The JSON is not a request that may be made.
+
+    `reason` says what was expected and what came.
+
+    >>> InvalidRequest("a message has a method").code
+    -32600
+    """
 
     CODE = -32600
     MESSAGE = "Invalid Request"
@@ -461,7 +536,13 @@ class ReferencesOff(InvalidRequest):
 
 
 class MethodNotFound(FixedError):
-    """The server does not have a method of that name."""
+    """The server does not have a method of that name.
+
+    `reason` says which name was asked for.
+
+    >>> MethodNotFound("there is no method 'prize'").code
+    -32601
+    """
 
     CODE = -32601
     MESSAGE = "Method not found"
@@ -472,7 +553,13 @@ MOST_PROBLEMS = 3
 
 
 class InvalidParams(FixedError):
-    """The params do not fit the method."""
+    """The params do not fit the method.
+
+    `reason` says what was expected and what came.
+
+    >>> InvalidParams("params.sku: expected str, got int").data
+    {'reason': 'params.sku: expected str, got int'}
+    """
 
     CODE = -32602
     MESSAGE = "Invalid params"

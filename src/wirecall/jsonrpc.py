@@ -84,6 +84,11 @@ class Request(Struct, frozen=True):
 
     `params_json` and `id_json` are the bytes of the two members as they were sent; None if there is
     no such member, and for params of null, which count as none.
+
+    `method`, `params` and `id` are its members, and `is_notification` says that it has no id.
+
+    >>> parse_request(b'{"jsonrpc":"2.0","method":"note"}').is_notification
+    True
     """
 
     method: str = ""
@@ -96,7 +101,13 @@ class Request(Struct, frozen=True):
 
 
 class Batch(Struct, frozen=True):
-    """A parsed message: its requests in order, or one `framing_error` that answers all of it."""
+    """A parsed message: its requests in order, or one `framing_error` that answers all of it.
+
+    `is_batch` says whether it was an array, and `requests` are its entries.
+
+    >>> parse_batch(b'[]').framing_error
+    b'{"jsonrpc":"2.0","error":{"code":-32600,"message":"Invalid Request","data":{"reason":"..."}},"id":null}'
+    """
 
     is_batch: bool
     requests: list[Request]
@@ -104,7 +115,13 @@ class Batch(Struct, frozen=True):
 
 
 class Response(Struct, frozen=True):
-    """A parsed response: `result`, or `error`, or the reason why it is neither (`malformed`)."""
+    """A parsed response: `result`, or `error`, or the reason why it is neither (`malformed`).
+
+    `id` is that of the request.
+
+    >>> parse_response(b'{"jsonrpc":"2.0","error":{"code":4020,"message":"no"},"id":7}').error.code
+    4020
+    """
 
     id: Id = None
     result: Json = None
@@ -113,6 +130,7 @@ class Response(Struct, frozen=True):
 
     @property
     def ok(self) -> bool:
+        """Whether it has a result."""
         return self.error is None and self.malformed is None
 
 
@@ -120,6 +138,11 @@ class ResponseBatch(Struct, frozen=True):
     """A parsed reply: its responses in the order of arrival.
 
     If it is not a reply, `malformed` has the reason.
+
+    `is_batch` says whether it was an array, and `responses` are its entries.
+
+    >>> parse_response_batch(b'{"jsonrpc":"2.0","result":3,"id":7}').is_batch
+    False
     """
 
     is_batch: bool
@@ -131,22 +154,46 @@ class ResponseBatch(Struct, frozen=True):
 
 
 def make_request(method: str, params: Params, id: Id) -> bytes:
-    """Return a request; params of None are omitted."""
+    """Return a request; params of None are omitted.
+
+    `method` is its name, `params` are a list or a dict, and `id` is the caller's.
+
+    >>> make_request("add", [1, 2], 7)
+    b'{"jsonrpc":"2.0","method":"add","params":[1,2],"id":7}'
+    """
     return encode({"jsonrpc": "2.0", "method": method, **_given(params), "id": id})
 
 
 def make_notification(method: str, params: Params = None) -> bytes:
-    """Return a notification: a request that is not answered."""
+    """Return a notification: a request that is not answered.
+
+    `method` and `params` are those of `make_request`.
+
+    >>> make_notification("note", {"text": "hello"})
+    b'{"jsonrpc":"2.0","method":"note","params":{"text":"hello"}}'
+    """
     return encode({"jsonrpc": "2.0", "method": method, **_given(params)})
 
 
 def make_response(id: Id, result: object) -> bytes:
-    """Return a successful response."""
+    """Return a successful response.
+
+    `id` is that of the request, and `result` any JSON.
+
+    >>> make_response(7, 3)
+    b'{"jsonrpc":"2.0","result":3,"id":7}'
+    """
     return encode(Success(result, id))
 
 
 def make_error(id: Id, code: int, message: str, data: object = None) -> bytes:
-    """Return an error response; data of None is omitted."""
+    """Return an error response; data of None is omitted.
+
+    `id` is that of the request, `code`, `message` and `data` are members of the error.
+
+    >>> make_error(7, 4020, "not enough money")
+    b'{"jsonrpc":"2.0","error":{"code":4020,"message":"not enough money"},"id":7}'
+    """
     return encode(failure(id, RpcError(code, message, data)))
 
 
@@ -163,6 +210,13 @@ def parse_request(data: Data, *, strict: bool = True) -> Request:
     """Parse one request or notification; an array is refused.
 
     `strict=False` is as in `parse_batch`.
+
+    `data` is the message. It does not raise for a wrong one: `error_envelope` has the answer.
+
+    >>> parse_request(b'{"jsonrpc":"2.0","method":"add","params":[1,2],"id":7}').method
+    'add'
+    >>> parse_request(b'{"jsonrpc":"2.0"}').error_envelope
+    b'{"jsonrpc":"2.0","error":{"code":-32600,"message":"Invalid Request","data":{"reason":"..."}},"id":null}'
     """
     message = read(data, LIMITS, strict)
     if isinstance(message, list):
@@ -174,6 +228,12 @@ def parse_batch(data: Data, *, strict: bool = True, max_batch: int = LIMITS.batc
     """Parse a message of one request or of many; a bad entry does not affect the others.
 
     `strict=False` takes messages without `"jsonrpc": "2.0"`, and `"params": null`.
+
+    `data` is the message, and `max_batch` the most entries that are allowed.
+
+    >>> batch = parse_batch(b'[{"jsonrpc":"2.0","method":"add","id":1}, 5]')
+    >>> [request.error_envelope is None for request in batch.requests]
+    [True, False]
     """
     limits = LIMITS
     if max_batch != LIMITS.batch:
@@ -189,7 +249,13 @@ def parse_batch(data: Data, *, strict: bool = True, max_batch: int = LIMITS.batc
 
 
 def parse_response(data: Data) -> Response:
-    """Parse one response; for anything else `malformed` has the reason."""
+    """Parse one response; for anything else `malformed` has the reason.
+
+    `data` is the message.
+
+    >>> parse_response(b'{"jsonrpc":"2.0","result":3,"id":7}').result
+    3
+    """
     parsed = parse_response_batch(data)
     if parsed.malformed:
         return Response(malformed=parsed.malformed)
@@ -199,7 +265,13 @@ def parse_response(data: Data) -> Response:
 
 
 def parse_response_batch(data: Data) -> ResponseBatch:
-    """Parse a reply of one response or of many."""
+    """Parse a reply of one response or of many.
+
+    `data` is the message.
+
+    >>> [each.id for each in parse_response_batch(b'[{"jsonrpc":"2.0","result":3,"id":7}]').responses]
+    [7]
+    """
     try:
         raw = as_bytes(data)
         raw.decode()  # a `Raw` is not checked for UTF-8
@@ -316,6 +388,14 @@ def dispatch_line(
     """Answer a message with a plain callable `(method, params) -> result`.
 
     The callable may raise `RpcError`.
+
+    `data` is the message, and `handler` gets the method and the params of each call. Returns the
+    reply, or None if nothing is owed. `strict=False` is as in `parse_batch`.
+
+    >>> def add(method, params):
+    ...     return sum(params)
+    >>> dispatch_line(b'{"jsonrpc":"2.0","method":"add","params":[1,2],"id":7}', add)
+    b'{"jsonrpc":"2.0","result":3,"id":7}'
     """
     batch = parse_batch(data, strict=strict)
     replies: list[bytes | None] = []
@@ -334,7 +414,16 @@ def dispatch_line(
 async def dispatch_line_async(
     data: Data, handler: Callable[[str, Params], Awaitable[object]], *, strict: bool = True
 ) -> bytes | None:
-    """Answer a message with a coroutine function; the entries of a batch run one after another."""
+    """Answer a message with a coroutine function; the entries of a batch run one after another.
+
+    `data`, `handler` and `strict` are those of `dispatch_line`.
+
+    >>> async def add(method, params):
+    ...     return sum(params)
+    >>> message = b'{"jsonrpc":"2.0","method":"add","params":[1,2],"id":7}'
+    >>> asyncio.run(dispatch_line_async(message, add))
+    b'{"jsonrpc":"2.0","result":3,"id":7}'
+    """
     batch = parse_batch(data, strict=strict)
     replies: list[bytes | None] = []
     for request in batch.requests:

@@ -18,7 +18,11 @@ class NamedOptions(msgspec.StructMeta):
 
 
 class Limits(Struct, metaclass=NamedOptions, frozen=True, kw_only=True):
-    """Every limit of an app. A message beyond one of them is refused before anything runs (J11)."""
+    """Every limit of an app. A message beyond one of them is refused before anything runs (J11).
+
+    >>> Limits(batch=100, bytes_in=1 << 16).batch
+    100
+    """
 
     # Entries in one batch. Fifty calls of a few milliseconds stay within the timeout of a proxy.
     batch: int = 50

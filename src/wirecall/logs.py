@@ -138,6 +138,11 @@ class CallIds(logging.Filter):
     The attributes are `correlation_id`, `call_id`, `trace_id`, `request_id`, `host` and `pid`.
     Missing ones are None, so that a format may name them. A filter of a handler sees the records of
     all loggers.
+
+    `name` is that of a logger, as for every filter.
+
+    >>> handler = logging.StreamHandler()
+    >>> handler.addFilter(CallIds())
     """
 
     def __init__(self, name: str = "") -> None:
@@ -341,7 +346,13 @@ def announce(line: str) -> None:
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as one JSON object, with the ids of the call that made it."""
+    """Formats a record as one JSON object, with the ids of the call that made it.
+
+    Its arguments are those of `logging.Formatter`: `fmt`, `datefmt`, `style`, `validate` and
+    `defaults`. They do not change the lines.
+
+    >>> handler.setFormatter(JsonFormatter())
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         if not hasattr(record, "pid"):  # another logger's record, which no filter has seen

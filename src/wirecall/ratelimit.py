@@ -52,6 +52,8 @@ class RateLimit:
     ledger's Redis; while Redis is unavailable, each counts separately. With a ledger in memory
     there is one process, which counts alone. An app with another ledger does not start. `clock` is
     for tests.
+
+    >>> app = App("shop", middleware=[RateLimit(100, per=60)])
     """
 
     @checks_options

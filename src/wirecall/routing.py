@@ -718,6 +718,15 @@ class Router(Declarations):
     `app.include(router)` declares them. `prefix` comes before the names of methods, tools and
     prompts: `Router(prefix="orders.")`. URIs stay as they are. `key_at` is a further place of the
     keys of its commands.
+
+    >>> orders = Router(prefix="orders.")
+    >>> @orders.query
+    ... def count(customer: str) -> int:
+    ...     return len(customer)
+    >>> app = App("shop")
+    >>> app.include(orders)
+    >>> app.handle_sync(b'{"jsonrpc":"2.0","method":"orders.count","params":["ada"],"id":1}')
+    b'{"jsonrpc":"2.0","result":3,"id":1}'
     """
 
     @checks_options

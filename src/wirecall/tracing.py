@@ -117,6 +117,8 @@ class Tracing:
 
     Without `provider` and `meters` it uses those that the program has set globally. `baggage=True`
     passes the caller's baggage to the handler.
+
+    >>> app = App("shop", middleware=[Tracing()])
     """
 
     def __init__(
@@ -346,7 +348,13 @@ def _client_facts(
 
 
 def trace_meta(*, baggage: bool = False) -> dict[str, str]:
-    """Return the current span as `_meta` members, for a call to another server."""
+    """Return the current span as `_meta` members, for a call to another server.
+
+    With `baggage=True` also the current baggage. Without a span it is empty.
+
+    >>> trace_meta()
+    {}
+    """
     return _injected(contexts.get_current(), baggage)
 
 

@@ -48,7 +48,13 @@ _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # a b64token of RFC 6750, section 
 
 
 class Verifier:
-    """Verifies tokens. Its members are for the challenges and the metadata of a server."""
+    """Verifies tokens. Its members are for the challenges and the metadata of a server.
+
+    >>> class Team(Verifier):
+    ...     async def verify(self, token: str) -> Identity | None:
+    ...         return Identity("ada") if token == "b7c9e2f04d1a4e86" else None
+    >>> app = App("shop", auth=Team())
+    """
 
     # The identifier of this server.
     resource: str | None = None
@@ -94,6 +100,13 @@ class Access:
     that the caller may not use. `name` makes the caller's name from an identity; by default it is
     issuer and subject. Records in the ledger belong to that name. A token for which it is None or
     "" is refused.
+
+    `verifiers` are tried in order, and the first one that knows a token decides. `resource`,
+    `issuers` and `scopes` (of every call) are added to what the verifiers say. `title` and
+    `documentation` are for people who read the metadata. `clock` is for tests.
+
+    >>> verifier = Tokens({digest("b7c9e2f04d1a4e86"): Identity("ci")})
+    >>> app = App("shop", auth=Access(verifier, hierarchy={"orders:write": ["orders:read"]}))
     """
 
     def __init__(

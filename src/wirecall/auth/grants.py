@@ -384,7 +384,7 @@ class TokenWay(Struct, kw_only=True, frozen=True, repr_omit_defaults=True):
     refuse the parameter. `issuer` is the only authorization server that gets the credentials.
     `private=True` allows a public server to name authorization servers in private networks.
     `dpop=True` binds tokens to a key. `timeout` is the time of one request to an authorization
-    server.
+    server. `store` keeps logins.
     """
 
     is_interactive: ClassVar[bool] = False
@@ -451,14 +451,17 @@ class Browser(TokenWay, kw_only=True, frozen=True):
 
     The authorization server knows the client by `client_id` (and `client_secret`), or by
     `metadata_url`, the address of a document that describes it; without both the client registers
-    itself. The browser comes back to `port` of this machine, and has `patience` seconds for that.
-    `visit` replaces opening the browser: it gets the address of the login page, and returns the
-    address that the browser was sent back to, or None if the browser comes to the port.
+    itself as `client_name`. The browser comes back to `port` of this machine, and has `patience`
+    seconds for that. `visit` replaces opening the browser: it gets the address of the login
+    page, and returns the address that the browser was sent back to, or None if the browser comes to the port.
 
     The endpoints of an authorization server have the origin of its issuer. Otherwise it could name
     the login page of another server, and get the code that the other server issues. `endpoints`
     accepts further origins, by issuer: `{"https://accounts.example.com":
     ["https://tokens.example.com"]}`.
+
+    >>> from wirecall import connect
+    >>> client = connect("https://api.example.com/mcp", auth=Browser(scopes=["orders:read"]))
     """
 
     is_interactive: ClassVar[bool] = True
@@ -805,7 +808,13 @@ async def listening(port: int, path: str, *, may_change: bool) -> AsyncIterator[
 
 
 class ClientCredentials(TokenWay, frozen=True):
-    """The program itself is the user: `secret`, or a private `key` (PEM) with its `algorithm`."""
+    """The program itself is the user: `secret`, or a private `key` (PEM) with its `algorithm`.
+
+    `client_id` is the program's name at the authorization server.
+
+    >>> login = ClientCredentials("shop", "a secret", issuer="https://auth.example.com")
+    >>> client = connect("https://api.example.com/mcp", auth=login)
+    """
 
     client_id: str
     secret: str | None = None
@@ -840,6 +849,17 @@ class IdJag(TokenWay, kw_only=True, frozen=True):
 
     `id_token` is a string, or a function that returns the current one. `idp` is the token endpoint
     of the identity provider.
+
+    `client_id` and `client_secret` are the program's at the authorization server of the server,
+    `idp_client_id` and `idp_client_secret` those at the identity provider.
+
+    >>> login = IdJag(
+    ...     client_id="shop",
+    ...     id_token=lambda: "eyJhbGciOi...",
+    ...     idp="https://idp.example.com/token",
+    ...     idp_client_id="desk",
+    ...     issuer="https://auth.example.com",
+    ... )
     """
 
     client_id: str
@@ -880,6 +900,11 @@ class Workload(TokenWay, frozen=True):
     """The program itself, by the JWT of its platform.
 
     `jwt` is a string, or a function that returns the current one.
+
+    `client_id` is the program's name at the authorization server, if it needs one.
+
+    >>> login = Workload(lambda: "eyJhbGciOi...", "shop", issuer="https://auth.example.com")
+    >>> client = connect("https://api.example.com/mcp", auth=login)
     """
 
     jwt: Text
@@ -891,7 +916,10 @@ class Workload(TokenWay, frozen=True):
 
 
 class Stored(TokenWay, kw_only=True, frozen=True):
-    """The login that `wirecall login` has kept. It is refreshed, but a new one needs a person."""
+    """The login that `wirecall login` has kept. It is refreshed, but a new one needs a person.
+
+    >>> client = connect("https://api.example.com/mcp", auth=Stored())
+    """
 
     can_refresh: ClassVar[bool] = True
     can_obtain: ClassVar[bool] = False

@@ -57,7 +57,11 @@ class Registration(Struct, kw_only=True):
 
 
 class Login(Registration, kw_only=True):
-    """The tokens of one client at one server, and the data that their renewal needs."""
+    """The tokens of one client at one server, and the data that their renewal needs.
+
+    >>> [field for field in Login.__struct_fields__ if field.endswith("_token")]
+    ['access_token', 'refresh_token']
+    """
 
     # The address that the client connects to.
     server: str
@@ -87,7 +91,12 @@ class Login(Registration, kw_only=True):
 
 
 class Store(Protocol):
-    """The interface of a store of logins."""
+    """The interface of a store of logins.
+
+    A program can have another one: any object with these methods.
+
+    >>> store: Store = MemoryStore()
+    """
 
     async def logins(self, server: str | None = None) -> list[Login]:
         """Return the logins at a server, or all of them; the newest first."""
@@ -128,8 +137,11 @@ def _decoded(text: str | bytes, kind: type[T], what: str) -> T:
         ) from None
 
 
-class MemoryStore:
-    """Logins that end with the process."""
+class MemoryStore(Store):
+    """Logins that end with the process.
+
+    >>> client = connect("https://api.example.com/mcp", auth=Stored(store=MemoryStore()))
+    """
 
     def __init__(self) -> None:
         self._logins: dict[tuple[str, str, str], Login] = {}
@@ -148,12 +160,16 @@ class MemoryStore:
         return self._locks.setdefault(server, asyncio.Lock())
 
 
-class FileStore:
+class FileStore(Store):
     """Logins in their own folder, one file each, which only their owner can read.
 
     The folder is `wirecall/logins` in the user's data folder (XDG_DATA_HOME) by default. A file is
     written under another name and renamed, so it is complete at any moment and always has the mode
     0600.
+
+    `folder` is another folder.
+
+    >>> client = connect("https://api.example.com/mcp", auth=Stored(store=FileStore("logins")))
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
@@ -286,10 +302,12 @@ async def _file_lock(path: Path) -> AsyncIterator[None]:
         os.close(descriptor)
 
 
-class KeyringStore:
+class KeyringStore(Store):
     """Logins in the keyring of the system; they need the extra `keyring`.
 
     A keyring cannot list its entries, so one entry lists the others.
+
+    >>> from wirecall.auth import KeyringStore
     """
 
     def __init__(self) -> None:

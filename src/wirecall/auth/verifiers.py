@@ -63,6 +63,12 @@ class Jwt(Verifier):
     A token must have it in `aud`, or `audience` if the issuer uses another name. `jwks` is the
     address of the keys, or a set of them; without it the metadata of the issuer names the address.
     Every token needs `scopes`. Clocks may differ by `leeway` seconds.
+
+    `issuer` is the address of the authorization server. `algorithms` are those that it may sign
+    with. `clock` is for tests.
+
+    >>> Jwt("https://auth.example.com", resource="https://api.example.com/mcp").issuer
+    'https://auth.example.com'
     """
 
     keeps = JWT_KEPT
@@ -350,6 +356,17 @@ class Introspection(Verifier):
     there. The answer must have the server in `aud`: its `resource`, or `audience` if the
     authorization server uses another name. A token stays accepted for `keeps` seconds, at most 60,
     and not beyond its expiry.
+
+    `issuer` is the address of the authorization server. Every token needs `scopes`. `clock` is for
+    tests.
+
+    >>> verifier = Introspection(
+    ...     "https://auth.example.com/introspect",
+    ...     "shop",
+    ...     "a secret",
+    ...     issuer="https://auth.example.com",
+    ...     resource="https://api.example.com/mcp",
+    ... )
     """
 
     def __init__(
@@ -426,7 +443,13 @@ class Introspection(Verifier):
 
 
 def digest(token: str) -> str:
-    """Return the digest by which `Tokens` knows a token. A program or a file may contain it."""
+    """Return the digest by which `Tokens` knows a token. A program or a file may contain it.
+
+    `token` is the token itself.
+
+    >>> digest("b7c9e2f04d1a4e86")[:7]
+    'sha256:'
+    """
     return f"sha256:{sha256(token.encode()).hexdigest()}"
 
 
@@ -438,6 +461,11 @@ class Tokens(Verifier):
     `wirecall.auth.digest` makes the digest of a token. Tokens are compared by digest, so the time
     of a comparison reveals nothing about them. A token needs 128 random bits: a digest does not
     protect a word that can be guessed.
+
+    `identities` are the callers by the digest of their tokens, and `resource` is the address of
+    this server.
+
+    >>> verifier = Tokens({digest("b7c9e2f04d1a4e86"): Identity("ci")})
     """
 
     def __init__(self, identities: Mapping[str, Identity], *, resource: str | None = None) -> None:

@@ -159,7 +159,17 @@ def missing_member(client: object, name: str) -> Any:
 
 
 class Client(Openable):
-    """Calls to one server."""
+    """Calls to one server.
+
+    `connect` makes it.
+
+    >>> async def ask_twice() -> list[int]:
+    ...     async with connect(app) as client, client.batch() as batch:
+    ...         calls = [batch.call("price", {"sku": sku}) for sku in ("tea", "coffee")]
+    ...     return [call.result() for call in calls]
+    >>> asyncio.run(ask_twice())
+    [450, 450]
+    """
 
     if not TYPE_CHECKING:  # a type checker reports the unknown name itself
         __getattr__ = missing_member

@@ -120,6 +120,23 @@ def connect(target: Target, *, protocol: Protocol | None = None, **options: Any)
     sends its span to the server; `baggage=True` also sends the current baggage.
 
     `clock`, `chance` and `wrap` are for tests: see `wirecall.testing`.
+
+    `target` is a URL, a command line as a list, a socket (`unix:/PATH`, `tcp://HOST:PORT`) or an
+    `App`. `protocol` is "rpc", "jsonrpc" (a server that may be anything) or "mcp"; by default a URL
+    that ends in `/mcp` is one of MCP.
+
+    Raises `UsageError` for a target or an option that cannot work. Calls raise `RpcError` for an
+    error that the server answered with, and `CallFailed` if there was no answer.
+
+    >>> app = App("shop")
+    >>> @app.query
+    ... def price(sku: str) -> int:
+    ...     return 450
+    >>> async def ask() -> int:
+    ...     async with connect(app) as client:
+    ...         return await client.call("price", {"sku": "tea"})
+    >>> asyncio.run(ask())
+    450
     """
     _check_target(target)
     for name in sorted(options.keys() - McpOptions.__optional_keys__):
@@ -175,7 +192,14 @@ def connect_sync(
     target: Target, *, protocol: Protocol | None = None, **options: Unpack[McpOptions]
 ) -> SyncClient: ...
 def connect_sync(target: Target, *, protocol: Protocol | None = None, **options: Any) -> SyncClient:
-    """Return a blocking client for scripts, with or without `with`; any thread may use it."""
+    """Return a blocking client for scripts, with or without `with`; any thread may use it.
+
+    `target`, `protocol` and the options are those of `connect`.
+
+    >>> with connect_sync(app) as client:
+    ...     client.call("price", {"sku": "tea"})
+    450
+    """
     if _protocol(target, protocol) == "mcp":
         from wirecall.mcp.client.client import SyncMcpClient
 

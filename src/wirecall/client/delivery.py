@@ -111,7 +111,13 @@ class RealClock:
 
 
 class Retry(Struct, frozen=True, kw_only=True):
-    """How a call that may be repeated is repeated."""
+    """How a call that may be repeated is repeated.
+
+    `attempts` is the largest number of attempts, `first` the seconds before the second one, and
+    `cap` the most seconds between two. The pause doubles each time.
+
+    >>> client = connect(app, retry=Retry(attempts=3, first=0.05))
+    """
 
     attempts: int = 8
     first: float = 0.1

@@ -52,7 +52,15 @@ class SyncOpenable:
 
 
 class SyncClient(SyncOpenable):
-    """The methods of `Client`, blocking. Any thread may call them."""
+    """The methods of `Client`, blocking. Any thread may call them.
+
+    `connect_sync` makes it.
+
+    >>> with connect_sync(app) as client, client.batch() as batch:
+    ...     call = batch.call("price", {"sku": "tea"})
+    >>> call.result()
+    450
+    """
 
     if not TYPE_CHECKING:
         __getattr__ = missing_member

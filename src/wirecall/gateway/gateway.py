@@ -72,7 +72,13 @@ MOST_WISHES = 1000
 
 
 class Gateway(App):
-    """Other MCP servers as one: each command takes effect once, and each server may fail alone."""
+    """Other MCP servers as one: each command takes effect once, and each server may fail alone.
+
+    `settings` are its upstreams and its own settings; `clock` is for tests.
+
+    >>> notes = UpstreamSettings("notes", command=["notes-server"])
+    >>> gateway = Gateway(GatewaySettings([notes], ledger="memory:"))
+    """
 
     _unmountable = "it is a gateway, whose tools are those of other servers"
 

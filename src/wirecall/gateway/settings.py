@@ -85,7 +85,13 @@ class Contradiction(Struct, frozen=True):
 
 
 class ToolSettings(Struct, metaclass=NamedOptions, frozen=True, kw_only=True):
-    """The settings of one tool: `[upstream.NAME.tool.TOOL]`."""
+    """The settings of one tool: `[upstream.NAME.tool.TOOL]`.
+
+    `key` is the rule about idempotency keys, as for `@app.command`.
+
+    >>> ToolSettings(kind="command", key="required").kind
+    'command'
+    """
 
     # None: its hints decide.
     kind: Literal["query", "command"] | None = None
@@ -99,6 +105,15 @@ class UpstreamSettings(Struct, metaclass=NamedOptions, frozen=True):
     """The settings of one server behind the gateway: `[upstream.NAME]`.
 
     docs/gateway.md has the meaning of each. Times are seconds, and None is "off".
+
+    `name` is its name here. A server has a `command` with `env` and `cwd`, or a `url` with
+    `headers` and `auth`. `revision` pins one of MCP, and `trust` says what its hints count for.
+    `timeout` limits one call, `in_flight` the calls at once, `resend_after` decides when a silent
+    call was given up, and `idle` ends a server that nothing uses. A server that is `required` must
+    start. `allow` and `deny` are patterns of tool names, and `tools` the settings of single tools.
+
+    >>> UpstreamSettings("notes", url="https://notes.example.com/mcp", allow=["read_*"]).trust
+    'hints'
     """
 
     name: str
@@ -196,7 +211,15 @@ class UpstreamSettings(Struct, metaclass=NamedOptions, frozen=True):
 
 
 class GatewaySettings(Struct, metaclass=NamedOptions, frozen=True):
-    """The settings of a gateway: `[gateway]`, and its upstreams."""
+    """The settings of a gateway: `[gateway]`, and its upstreams.
+
+    `upstreams` are the servers behind it, `http` is the address that it listens on, and `ledger`
+    the URL of its ledger. `names` says whether tools get the name of their server as a prefix:
+    always ("prefix"), or if two servers share one name ("auto"). `limits` are those of an `App`.
+
+    >>> GatewaySettings([UpstreamSettings("notes", command=["notes-server"])]).http
+    '127.0.0.1:8430'
+    """
 
     upstreams: Sequence[UpstreamSettings]
     http: str = "127.0.0.1:8430"

@@ -55,7 +55,13 @@ class Content(Struct, CompleteResult, frozen=True, kw_only=True):
 
 
 class Text(Content, frozen=True):
-    """A piece of text."""
+    """A piece of text.
+
+    `text` is what the reader sees, and `meta` the `_meta` of the block.
+
+    >>> Text("hello").text
+    'hello'
+    """
 
     text: str
 
@@ -64,7 +70,13 @@ class Text(Content, frozen=True):
 
 
 class Image(Content, frozen=True):
-    """A picture: its bytes, not their base64 form."""
+    """A picture: its bytes, not their base64 form.
+
+    `data` are the bytes, `mime_type` is their type, and `meta` the `_meta` of the block.
+
+    >>> Image(b"GIF89a", "image/gif").mime_type
+    'image/gif'
+    """
 
     data: bytes
     mime_type: str
@@ -74,7 +86,13 @@ class Image(Content, frozen=True):
 
 
 class Audio(Content, frozen=True):
-    """A sound: its bytes, not their base64 form."""
+    """A sound: its bytes, not their base64 form.
+
+    `data` are the bytes, `mime_type` is their type, and `meta` the `_meta` of the block.
+
+    >>> Audio(b"RIFF", "audio/wav").mime_type
+    'audio/wav'
+    """
 
     data: bytes
     mime_type: str
@@ -84,7 +102,14 @@ class Audio(Content, frozen=True):
 
 
 class ResourceLink(Content, frozen=True):
-    """A resource the reader may fetch."""
+    """A resource the reader may fetch.
+
+    `uri` is its address. `name`, `title`, `description`, `mime_type` and `size` (in bytes) describe
+    it, and `meta` is the `_meta` of the block.
+
+    >>> ResourceLink("shop://tea", "tea").uri
+    'shop://tea'
+    """
 
     uri: str
     name: str
@@ -106,7 +131,14 @@ class ResourceLink(Content, frozen=True):
 
 
 class Embedded(Content, frozen=True):
-    """A resource with its contents: text, or bytes as `blob`."""
+    """A resource with its contents: text, or bytes as `blob`.
+
+    `uri` is its address, `text` its contents, `mime_type` their type, and `meta` the `_meta` of the
+    block.
+
+    >>> Embedded("shop://tea", text="green").text
+    'green'
+    """
 
     uri: str
     text: str | None = None
@@ -129,6 +161,12 @@ class Icon(Struct, frozen=True):
 
     `src` is an https: address, or the picture itself as a data: URI. `sizes` are strings such as
     "48x48", or "any".
+
+    `mime_type` is the type of the picture, and `theme` the scheme that it is for: "light" or
+    "dark".
+
+    >>> Icon("https://example.com/tea.png", "image/png", ["48x48"]).src
+    'https://example.com/tea.png'
     """
 
     src: str
@@ -234,7 +272,14 @@ def _is_reserved(name: str) -> bool:
 
 
 class ToolResult(Struct, CompleteResult, frozen=True, kw_only=True):
-    """A tool's whole answer, with every member that MCP has for it."""
+    """A tool's whole answer, with every member that MCP has for it.
+
+    `content` are the blocks, a string among them is a `Text`. `structured` is the data for
+    programs. `is_error` says that the tool failed, and `meta` is the `_meta` of the result.
+
+    >>> ToolResult(content=["450 cents"], structured={"cents": 450}).structured
+    {'cents': 450}
+    """
 
     content: Sequence[Content | str] = ()
     structured: Any = UNSET
@@ -243,7 +288,13 @@ class ToolResult(Struct, CompleteResult, frozen=True, kw_only=True):
 
 
 class Message(Struct, CompleteResult, frozen=True):
-    """One message of a prompt, or of a request to sample."""
+    """One message of a prompt, or of a request to sample.
+
+    `role` is "user" or "assistant", and `content` a block, or a string for a `Text`.
+
+    >>> Message("user", "What does tea cost?").role
+    'user'
+    """
 
     role: Role
     content: Content | str
@@ -262,14 +313,27 @@ def block(content: Content | str) -> JsonObject:
 
 
 class Elicited(Struct, Generic[T], frozen=True):
-    """A person's answer; it has `content` if they accepted, else that is None."""
+    """A person's answer; it has `content` if they accepted, else that is None.
+
+    `action` is "accept", "decline" or "cancel".
+
+    >>> Elicited("accept", {"size": 3}).content
+    {'size': 3}
+    """
 
     action: Literal["accept", "decline", "cancel"]
     content: T = cast(T, None)
 
 
 class Sampled(Struct, frozen=True, rename="camel"):
-    """An answer of the client's model."""
+    """An answer of the client's model.
+
+    `role` and `content` are those of its message, `model` is the model's name, and `stop_reason`
+    says why it ended.
+
+    >>> Sampled("assistant", Text("green tea"), "a-model").model
+    'a-model'
+    """
 
     role: Role
     content: Any
@@ -284,7 +348,13 @@ class Sampled(Struct, frozen=True, rename="camel"):
 
 
 class Root(Struct, frozen=True):
-    """A place in the client's file system."""
+    """A place in the client's file system.
+
+    `uri` is its address, `name` its name for people.
+
+    >>> Root("file:///home/ada/shop", "shop").name
+    'shop'
+    """
 
     uri: str
     name: str | None = None

@@ -48,7 +48,13 @@ MAX_ID = 4300
 
 
 class ErrorObject(Struct, frozen=True, gc=False):
-    """The `error` member of a response."""
+    """The `error` member of a response.
+
+    `code`, `message` and `data` are its members.
+
+    >>> ErrorObject(4020, "not enough money").message
+    'not enough money'
+    """
 
     code: int
     message: str
@@ -661,6 +667,11 @@ def make_batch(messages: Iterable[bytes]) -> bytes:
     """Join ready messages into one array.
 
     Raises `UsageError` for none, since JSON-RPC 2.0 has no empty batch.
+
+    `messages` are requests, notifications or responses.
+
+    >>> make_batch([make_request("a", None, 1), make_notification("b")])
+    b'[{"jsonrpc":"2.0","method":"a","id":1},{"jsonrpc":"2.0","method":"b"}]'
     """
     ready = list(messages)
     if not all(ready) or not ready:
@@ -676,6 +687,14 @@ def make_reply(envelopes: Iterable[bytes | None], is_batch: bool) -> bytes | Non
     """Return the reply to a message in manual mode (J9).
 
     None stands for a notification, which gets no answer.
+
+    `envelopes` are the answers in input order, and `is_batch` says whether the message was an
+    array.
+
+    >>> make_reply([None, make_response(2, "b")], is_batch=True)
+    b'[{"jsonrpc":"2.0","result":"b","id":2}]'
+    >>> make_reply([None], is_batch=True) is None
+    True
     """
     owed = [envelope for envelope in envelopes if envelope]
     if not owed:

@@ -72,6 +72,13 @@ class Header(Struct, frozen=True):
 
     The header is `Mcp-Param-NAME`. `Annotated[str, Header("Region")]` lets a proxy route by the
     region without reading bodies.
+
+    `name` is the part of the header behind `Mcp-Param-`.
+
+    >>> from typing import Annotated
+    >>> @App("shop").tool
+    ... def stock(region: Annotated[str, Header("Region")]) -> int:
+    ...     return 7
     """
 
     name: str

@@ -25,6 +25,11 @@ class Secret(Struct, frozen=True):
     """Marks a value to hide from operators.
 
     It is a note: `Annotated[str, Secret]`. The ledger records "***" instead.
+
+    >>> from typing import Annotated
+    >>> @App("shop").command(record_params=True)
+    ... def login(user: str, password: Annotated[str, Secret]) -> bool:
+    ...     return True
     """
 
 

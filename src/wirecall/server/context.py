@@ -27,7 +27,18 @@ T = TypeVar("T")
 
 
 class Context:
-    """The call, as its handler and the middleware see it."""
+    """The call, as its handler and the middleware see it.
+
+    A handler gets it if it has a parameter with this annotation. Middleware gets it as its first
+    argument.
+
+    >>> app = App("shop")
+    >>> @app.query
+    ... def whoami(ctx: Context) -> list[str]:
+    ...     return [ctx.method, ctx.kind.value, ctx.caller]
+    >>> app.handle_sync(b'{"jsonrpc":"2.0","method":"whoami","id":1}')
+    b'{"jsonrpc":"2.0","result":["whoami","query",""],"id":1}'
+    """
 
     __slots__ = ("_call", "caller", "id", "kind", "method", "params", "position", "record")
 
@@ -71,6 +82,7 @@ class Context:
 
     @property
     def is_notification(self) -> bool:
+        """Whether the message has no id, so it gets no answer."""
         return self._call.id is UNSET
 
     @property

@@ -29,6 +29,12 @@ class Identity(Struct, frozen=True):
     """The verified sender of a call: a person or a program, and the client that acts for it.
 
     `subject` is the person or the program.
+
+    `client` is the program, `issuer` the authorization server, `scopes` are those of the token, and
+    `claims` all that the token says.
+
+    >>> Identity("ada", issuer="https://auth.example.com").name
+    'https://auth.example.com ada'
     """
 
     subject: str | None

@@ -80,7 +80,11 @@ _STATED_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 class Kind(enum.Enum):
-    """The two kinds of methods: a query reads, a command changes something. There is no default."""
+    """The two kinds of methods: a query reads, a command changes something. There is no default.
+
+    >>> Kind.COMMAND.value
+    'command'
+    """
 
     QUERY = "query"
     COMMAND = "command"
@@ -107,24 +111,49 @@ class Terms(Struct, frozen=True, kw_only=True):
 
 
 class Done(Struct, frozen=True):
-    """A reconcile function's answer: the command took effect, with this result."""
+    """A reconcile function's answer: the command took effect, with this result.
+
+    `result` is what the caller gets, as if the command had returned it.
+
+    >>> Done({"order": "7"}).result
+    {'order': '7'}
+    """
 
     result: object = None
 
 
 class NotDone(Struct, frozen=True):
-    """A reconcile function's answer: the command did not take effect and may run."""
+    """A reconcile function's answer: the command did not take effect and may run.
+
+    >>> asyncio.run(App("shop").resolve("charge", "order-7", NotDone()))
+    False
+    """
 
 
 class CannotTell(Struct, frozen=True):
     """A reconcile function's answer: it does not know.
 
     The outcome stays unknown until an operator resolves it.
+
+    >>> def ask_the_bank(order: str) -> Done | NotDone | CannotTell:
+    ...     return CannotTell()
+    >>> @App("shop").command(on_crash="reconcile", reconcile=ask_the_bank)
+    ... def charge(order: str) -> str:
+    ...     return order
     """
 
 
 class ToolAnnotations(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A tool's hints in MCP's words; an omitted hint has the specification's default (T1)."""
+    """A tool's hints in MCP's words; an omitted hint has the specification's default (T1).
+
+    `title` is the name for people. `readOnlyHint`: the tool only reads, so it is a query.
+    `destructiveHint`: it may destroy data. `idempotentHint`: a repeated call changes nothing more.
+    `openWorldHint`: it reaches beyond the server.
+
+    >>> @App("shop").tool(annotations=ToolAnnotations(title="Price", readOnlyHint=True))
+    ... def price(sku: str) -> int:
+    ...     return 450
+    """
 
     title: str | None = None
     readOnlyHint: bool = False  # noqa: N815

@@ -32,6 +32,13 @@ class FakeClock:
     """A clock whose sleep returns at once and advances the time.
 
     `slept` lists the seconds of each sleep.
+
+    `now` is the time at which it begins.
+
+    >>> clock = FakeClock(100.0)
+    >>> asyncio.run(clock.sleep(60))
+    >>> clock.time()
+    160.0
     """
 
     def __init__(self, now: float = 0.0) -> None:
@@ -39,9 +46,11 @@ class FakeClock:
         self.slept: list[float] = []
 
     def time(self) -> float:
+        """Return the time, in seconds."""
         return self.now
 
     async def sleep(self, seconds: float) -> None:
+        """Advance the time, and let other tasks run."""
         self.slept.append(seconds)
         self.now += seconds
         await asyncio.sleep(0)
@@ -52,6 +61,12 @@ class Faults:
 
     `drop_reply` answers are lost after the server has sent them; every answer takes `delay` seconds
     longer; after `cut_after` messages the server cannot be reached, until `heal`.
+
+    >>> async def ask_twice() -> int:
+    ...     async with testing.client(app, faults=Faults(drop_reply=1)) as client:
+    ...         return await client.call("price", {"sku": "tea"})
+    >>> asyncio.run(ask_twice())
+    450
     """
 
     def __init__(
@@ -93,7 +108,21 @@ def client(
 def client(
     app: "App", *, protocol: Protocol | None = None, faults: Faults | None = None, **options: Any
 ) -> Client:
-    """Return a client that calls an app in memory. `options` are those of `connect`."""
+    """Return a client that calls an app in memory. `options` are those of `connect`.
+
+    `app` is called directly. `protocol` is that of `connect`, and `faults` are what happens between
+    both.
+
+    >>> app = App("shop")
+    >>> @app.query
+    ... def price(sku: str) -> int:
+    ...     return 450
+    >>> async def ask() -> int:
+    ...     async with testing.client(app) as client:
+    ...         return await client.call("price", {"sku": "tea"})
+    >>> asyncio.run(ask())
+    450
+    """
     if faults is not None and "wrap" in options:
         raise UsageError("faults= and wrap= are one thing.", fix="use one of both")
     if faults is not None:
@@ -105,6 +134,13 @@ def assert_contract(app: "App", path: "str | PathLike[str]") -> None:
     """Raise `AssertionError` if the app breaks callers that rely on a lock file.
 
     `wirecall lock` writes the file.
+
+    `app` is the app, and `path` its lock file.
+
+    >>> assert_contract(app, "missing.json")
+    Traceback (most recent call last):
+    wirecall.contract.lock.NotALock: There is no lock file missing.json.
+      fix: write it: wirecall lock TARGET -o missing.json
     """
     broken = [
         change for change in changes(read_lock(path), of_app(app)) if change.level == "breaking"

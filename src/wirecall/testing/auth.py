@@ -36,7 +36,10 @@ OFFLINE = "https://auth.test"
 
 
 class AuthFaults(Struct, kw_only=True):
-    """The faults of an authorization server."""
+    """The faults of an authorization server.
+
+    >>> server = AuthorizationServer(faults=AuthFaults(down=True))
+    """
 
     # Every request gets 503.
     down: bool = False
@@ -59,7 +62,13 @@ class AuthFaults(Struct, kw_only=True):
 
 
 class AuthorizationServer:
-    """An authorization server for tests; see the top of `wirecall.testing.auth`."""
+    """An authorization server for tests; see the top of `wirecall.testing.auth`.
+
+    `issuer` is its address, `scopes` are those that it offers, and `lifetime` is that of its
+    tokens, in seconds. `clock` and `faults` are for tests.
+
+    >>> server = AuthorizationServer()
+    """
 
     def __init__(
         self,

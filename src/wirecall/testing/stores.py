@@ -16,6 +16,9 @@ def ledger(url: str = "memory:") -> Iterator[str]:
     `url` names the store: "memory:", "sqlite:" (a file in a folder for this test), "redis://..."
     (a prefix for this test) or "postgresql://..." (a database for this test, so its role must be
     allowed to create databases). Nothing that is already there is read or changed.
+
+    >>> with testing.ledger("sqlite:") as url:
+    ...     app = App("shop", ledger=url)
     """
     scheme = check_url(url)
     if scheme == "memory":  # every app has its own

@@ -55,6 +55,14 @@ class McpClient(Client):
     """A client of MCP.
 
     `revision`, `server`, `capabilities` and `instructions` describe the server.
+
+    `connect(..., protocol="mcp")` makes it.
+
+    >>> async def tools() -> list[str]:
+    ...     async with connect(app, protocol="mcp") as client:
+    ...         return [tool.name for tool in await client.list_tools()]
+    >>> asyncio.run(tools())
+    ['price']
     """
 
     def __init__(self, link: McpLink, settings: Settings, options: Options) -> None:
@@ -398,7 +406,14 @@ class McpBatch(McpCollected, Batch):
 
 
 class SyncMcpClient(SyncClient):
-    """An `McpClient` whose methods block."""
+    """An `McpClient` whose methods block.
+
+    `connect_sync(..., protocol="mcp")` makes it.
+
+    >>> with connect_sync(app, protocol="mcp") as client:
+    ...     client.call_tool("price", {"sku": "tea"}).text
+    '450'
+    """
 
     _client: McpClient
 

@@ -38,7 +38,12 @@ LONGEST_ID = 64
 
 
 class BatchTool(Struct, metaclass=NamedOptions, frozen=True, kw_only=True):
-    """A tool that calls other tools of the app: many calls in one, at every revision of MCP."""
+    """A tool that calls other tools of the app: many calls in one, at every revision of MCP.
+
+    `name` is its name for MCP clients, and `title` the one for people.
+
+    >>> app = App("shop", batch_tool=BatchTool(tools="queries", calls=20))
+    """
 
     name: str = "batch"
     # The tools that it calls: all that only read, all, or those of these names.
