@@ -17,7 +17,6 @@ not wait, in turns.
 """
 
 import asyncio
-import importlib.util
 import json
 import os
 import subprocess
@@ -30,6 +29,11 @@ from typing import Any, NamedTuple
 
 from targets import Target, report
 
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.environments import environment  # noqa: E402  # the environments of the tests
+
 QUICK = "--quick" in sys.argv
 ROUNDS = 2 if QUICK else 5
 BURSTS = 30 if QUICK else 200
@@ -37,9 +41,10 @@ ONE_WAY = 0.04
 WORK = 0.01
 SLOW = 0.5
 BATCH = 50
-ROOT = Path(__file__).parent.parent
 SKUS = [f"tea-{number}" for number in range(12)]
-HAS_CODE_MODE = importlib.util.find_spec("pydantic_monty") is not None
+# Its sandbox runs code of a model. The tests do not need it, so it has its own environment, where
+# the server also imports wirecall.
+CODE_MODE = ["fastmcp[code-mode]==4.1.2", "msgspec"]
 
 Json = Any
 
@@ -413,25 +418,37 @@ def wait_for(port: int, child: "subprocess.Popen[bytes]") -> None:
     raise RuntimeError(f"{child.args!r} does not listen")
 
 
+def pythons() -> dict[str, str]:
+    """The Python of each server."""
+    found = {"ours": sys.executable, "fastmcp": sys.executable}
+    try:
+        found["code_mode"] = str(environment("fastmcp_code_mode", CODE_MODE))
+    except subprocess.SubprocessError as error:
+        print(f"without FastMCP's code mode, which could not be installed: {error}")
+    return found
+
+
 @contextmanager
 def serving() -> Iterator[dict[str, int]]:
     """The servers, and the port of each."""
-    python = [sys.executable, "-P", "-m"]
-    ports = {name: free_port() for name in ("ours", "fastmcp")}
-    if HAS_CODE_MODE:
-        ports["code_mode"] = free_port()
+    known = pythons()
+    ports = {name: free_port() for name in known}
     commands = {
-        name: [*python, "bench.servers.orders", name, str(port)] for name, port in ports.items()
+        name: [known[name], "-P", "-m", "bench.servers.orders", name, str(port)]
+        for name, port in ports.items()
     }
     commands["ours"] = [
-        *python,
+        sys.executable,
+        "-P",
+        "-m",
         "wirecall",
         "serve",
         "--http",
         f"127.0.0.1:{ports['ours']}",
         "bench/servers/orders.py:ours",
     ]
-    path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
+    folders = (str(ROOT), os.environ.get("PYTHONPATH", ""), str(ROOT / "src"))
+    path = os.pathsep.join(each for each in folders if each)
     children = []
     nowhere = subprocess.DEVNULL
     try:
@@ -462,8 +479,6 @@ def main() -> int:
     print(f"{'over a link of 80 ms':40} round trips      ms   bytes to the model")
     for name, figure in found.items():
         print(f"  {name:38} {figure.trips:11} {1e3 * figure.seconds:7.0f} {figure.size:7}")
-    if not HAS_CODE_MODE:
-        print("  FastMCP's code mode: not measured, pydantic_monty is not installed")
     print(f"with one entry of {1e3 * SLOW:.0f} ms")
     for name, seconds in waits.items():
         print(f"  {name:38} {1e3 * seconds:19.0f}")

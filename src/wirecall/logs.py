@@ -147,10 +147,7 @@ class CallIds(logging.Filter):
 
     def __init__(self, name: str = "") -> None:
         super().__init__(name)
-        # Before the next line: the set forgets the filter first, then this runs.
-        weakref.finalize(self, _notify_watchers)
-        _filters.add(self)
-        _notify_watchers()
+        _note_reader(self, _filters)
 
     def filter(self, record: logging.LogRecord) -> bool:
         stamp(record)
@@ -158,27 +155,36 @@ class CallIds(logging.Filter):
 
 
 class Watcher(Protocol):
-    """Something that needs to know whether a `CallIds` filter exists."""
+    """Something that needs to know what reads the ids of the running call."""
 
-    def ids_asked(self, is_asked: bool, /) -> None: ...
+    def ids_asked(self, has_filter: bool, has_formatter: bool, /) -> None: ...
 
 
-_filters: "weakref.WeakSet[CallIds]" = weakref.WeakSet()
+_filters: "weakref.WeakSet[object]" = weakref.WeakSet()
+_formatters: "weakref.WeakSet[object]" = weakref.WeakSet()
 _watchers: "weakref.WeakSet[Watcher]" = weakref.WeakSet()
 
 
 def watch_ids(watcher: Watcher) -> None:
-    """Report now and after each change whether a `CallIds` exists.
+    """Report now and after each change whether a `CallIds` or a `JsonFormatter` exists.
 
-    Without one, plain queries need no ids.
+    Without a `CallIds`, plain queries need no ids.
     """
     _watchers.add(watcher)
-    watcher.ids_asked(bool(_filters))
+    watcher.ids_asked(bool(_filters), bool(_formatters))
+
+
+def _note_reader(reader: object, readers: "weakref.WeakSet[object]") -> None:
+    """Add something that reads the ids, for as long as it lives."""
+    # Before the next line: the set forgets the reader first, then this runs.
+    weakref.finalize(reader, _notify_watchers)
+    readers.add(reader)
+    _notify_watchers()
 
 
 def _notify_watchers() -> None:
     for watcher in list(_watchers):
-        watcher.ids_asked(bool(_filters))
+        watcher.ids_asked(bool(_filters), bool(_formatters))
 
 
 # --- the logger -----------------------------------------------------------------------------------
@@ -353,6 +359,10 @@ class JsonFormatter(logging.Formatter):
 
     >>> handler.setFormatter(JsonFormatter())
     """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        _note_reader(self, _formatters)
 
     def format(self, record: logging.LogRecord) -> str:
         if not hasattr(record, "pid"):  # another logger's record, which no filter has seen

@@ -480,7 +480,7 @@ class MergedFront(Front):
 
     async def _merged_list(self, kind: str, peer: Peer) -> object:
         table, missing = await self._table(kind, peer.sender.caller, peer.session)
-        page: dict[str, Any] = {kind: table.entries}
+        page: dict[str, Any] = {kind: Raw(table.encoded)}
         if peer.session.revision.has("caching"):
             page |= {"ttlMs": 0, "cacheScope": "private"}
         if missing:
@@ -492,30 +492,40 @@ class MergedFront(Front):
     async def _table(self, kind: str, caller: str, session: Session) -> tuple[Merged, list[str]]:
         """Return the merged list of a kind, and the names of the upstreams that are left out."""
         gateway = self.gateway
-        upstreams = list(gateway.upstreams.values())
+        upstreams = gateway.upstreams.values()
+        known = {
+            upstream.name: gateway.known_entries(upstream, kind, caller, session)
+            for upstream in upstreams
+        }
+        unknown = [upstream for upstream in upstreams if known[upstream.name] is None]
+        known |= await self._read_entries(unknown, kind, caller, session)
+        missing = [name for name, found in known.items() if found is None]
+        # A tool that was seen before stays listed.
+        known |= {name: gateway.seen.get((name, kind)) for name in missing}
+        lists = {name: found for name, found in known.items() if found is not None}
+        table = self._tables.get((kind, caller))
+        if table is None or not table.is_of(lists):
+            table = merged(kind, lists, prefixes=gateway.settings.names == "prefix")
+            self._tables[kind, caller] = table
+        return table, missing
+
+    async def _read_entries(
+        self, upstreams: "list[Upstream]", kind: str, caller: str, session: Session
+    ) -> dict[str, list[Raw] | None]:
+        """Return the lists of these upstreams; None for one that does not give it in time."""
+        if not upstreams:
+            return {}
         reading = [
             asyncio.create_task(self._entries(upstream, kind, caller, session))
             for upstream in upstreams
         ]
-        if reading:
-            _, late = await asyncio.wait(reading, timeout=LIST_TIME)
-            for task in late:
-                task.cancel()
-        lists: dict[str, list[Raw]] = {}
-        missing: list[str] = []
-        for upstream, task in zip(upstreams, reading, strict=True):
-            found: list[Raw] | None = None
-            if task.done() and not task.cancelled() and task.exception() is None:
-                found = task.result()
-            if found is None:
-                missing.append(upstream.name)
-                # A tool that was seen before stays listed.
-                found = gateway.seen.get((upstream.name, kind))
-            if found is not None:
-                lists[upstream.name] = found
-        table = merged(kind, lists, prefixes=gateway.settings.names == "prefix")
-        self._tables[kind, caller] = table
-        return table, missing
+        done, late = await asyncio.wait(reading, timeout=LIST_TIME)
+        for task in late:
+            task.cancel()
+        return {
+            upstream.name: _read_now(task) if task in done else None
+            for upstream, task in zip(upstreams, reading, strict=True)
+        }
 
     async def _entries(
         self, upstream: "Upstream", kind: str, caller: str, session: Session
@@ -654,6 +664,13 @@ class MergedFront(Front):
             return None
         best = max(fitting, key=lambda each: each[0])[1]
         return structs.replace(best, name=uri)
+
+
+def _read_now(task: "asyncio.Task[list[Raw] | None]") -> list[Raw] | None:
+    """Return the result of a task that has ended; None if it failed."""
+    if task.cancelled() or task.exception() is not None:
+        return None
+    return task.result()
 
 
 def changed(front: Front, upstream: "Upstream", message: Arrived) -> None:

@@ -438,15 +438,23 @@ class Gateway(App):
                 await opening.result().quiet()
             await _closed(opening)
 
+    def known_entries(
+        self, upstream: Upstream, kind: str, caller: str, session: Session
+    ) -> list[Raw] | None:
+        """Return a list of an upstream that is known and has not changed; None without one."""
+        # Without a conversation that stays, a change of the list is not noticed.
+        if not upstream.is_up or self.has_singles(upstream):
+            return None
+        return self._lists.get((upstream.name, self._unit(upstream, caller, session), kind))
+
     async def entries(
         self, upstream: Upstream, kind: str, caller: str, session: Session
     ) -> list[Raw]:
         """Return a list of an upstream, without the tools that are denied."""
-        key = (upstream.name, self._unit(upstream, caller, session), kind)
-        known = self._lists.get(key)
-        # Without a conversation that stays, a change of the list is not noticed.
-        if known is not None and upstream.is_up and not self.has_singles(upstream):
+        known = self.known_entries(upstream, kind, caller, session)
+        if known is not None:
             return known
+        key = (upstream.name, self._unit(upstream, caller, session), kind)
         found: list[Raw] = []
         async with self.conversation(upstream, caller, session) as conversation:
             if offers(conversation.described(), kind):

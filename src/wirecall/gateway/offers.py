@@ -50,11 +50,21 @@ class Merged(Struct):
     """One kind of list of all servers."""
 
     kind: str
+    # What it was made from: the lists by server. A list that changes is another object.
+    lists: Mapping[str, Sequence[Raw]] = {}
     entries: list[Raw] = []
     # By the name that clients use here.
     places: dict[str, Place] = {}
     # The names that two or more servers have, with the names that clients use instead.
     shared: dict[str, list[str]] = {}
+    # The entries as JSON.
+    encoded: bytes = b"[]"
+
+    def is_of(self, lists: Mapping[str, Sequence[Raw]]) -> bool:
+        """Return whether it was made from these lists."""
+        if lists.keys() != self.lists.keys():
+            return False
+        return all(lists[server] is known for server, known in self.lists.items())
 
     def find(self, name: str) -> Place:
         """Return where a name leads, or raise the error that says why it leads nowhere."""
@@ -88,7 +98,7 @@ def merged(kind: str, lists: Mapping[str, Sequence[Raw]], *, prefixes: bool = Fa
             if name is not None and len(bytes(entry)) <= MOST_BYTES:
                 found.append((server, name, entry))
     counts = Counter(name for _, name in {(server, name) for server, name, _ in found})
-    whole = Merged(kind)
+    whole = Merged(kind, lists)
     for server, name, entry in found[:MOST]:
         own = name
         if member == "name":
@@ -103,6 +113,7 @@ def merged(kind: str, lists: Mapping[str, Sequence[Raw]], *, prefixes: bool = Fa
         if counts[name] > 1:
             whole.shared.setdefault(name, []).append(own)
         whole.entries.append(_shown(entry, member, name, own))
+    whole.encoded = encode(whole.entries)
     return whole
 
 

@@ -22,7 +22,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from logging import INFO
 from types import CoroutineType, NoneType
@@ -175,6 +175,8 @@ class Dispatcher:
         self._events = events
         self._is_observed = bool(middleware) or execution == "sequential" or warns_blocking
         self._in_full = self._is_observed
+        # A `CallIds` or a `JsonFormatter` may write the ids of the running call into a record.
+        self._shows_ids = False
         self._guarded: Next | None = None
         self._around = _checked_around if in_development else _around
         self._middleware = middleware
@@ -210,12 +212,13 @@ class Dispatcher:
         ]
         watch_ids(self)
 
-    def ids_asked(self, is_asked: bool) -> None:
+    def ids_asked(self, has_filter: bool, has_formatter: bool) -> None:
         """Give ids to plain queries too while a `CallIds` filter asks for them.
 
         The short path has none.
         """
-        self._in_full = self._is_observed or is_asked
+        self._shows_ids = has_filter or has_formatter
+        self._in_full = self._is_observed or has_filter
         for frame in self._quiet:
             frame.in_full = self._in_full
 
@@ -656,7 +659,9 @@ class Dispatcher:
         Raises the `RpcError` that answers a call that failed.
         """
         error: BaseException | None = None
-        before = CURRENT.set(call.ids)
+        before = None
+        if self._shows_ids or logger.handlers:
+            before = CURRENT.set(call.ids)
         try:
             if self._lifespan is not None:
                 if not self._lifespan.is_entered:  # a client remains after `App.aclose`
@@ -689,10 +694,10 @@ class Dispatcher:
                 self._events.call_ended(call, error)
             if call.replayed and call.frame.replayed is not None:
                 call.frame.replayed.append(_owed_id(call))
-            try:  # noqa: SIM105 - `suppress` takes a tenth of a call
-                CURRENT.reset(before)
-            except ValueError:  # the call began in another context, or is closed from there
-                pass
+            if before is not None:
+                # The call may have begun in another context, or be closed from there.
+                with suppress(ValueError):
+                    CURRENT.reset(before)
 
     def _guard(self, inner: Next) -> Next:
         """Return the middleware of the app around the rest of the steps."""

@@ -24,6 +24,7 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 
 from wirecall.answers import Answers
 from wirecall.errors import InternalError, Ran, RpcError
+from wirecall.logs import watch_ids
 from wirecall.protocol.messages import Data, Id, Invalid, Message, Success
 from wirecall.protocol.sender import ANYONE, Sender
 from wirecall.server.call import Call, CallTap, Frame, Handler, Mark, Shape, clock
@@ -131,7 +132,7 @@ class TappedDispatcher(Dispatcher):
         self._mark = Mark(0.0)
         if tap.captures:
             self._is_observed = True
-            self.ids_asked(False)
+            watch_ids(self)
 
     def handle(
         self,

@@ -389,7 +389,7 @@ def loop_name() -> str:
 def new_loop() -> asyncio.AbstractEventLoop:
     """Return a new event loop: uvloop's if it is installed, else asyncio's."""
     # A server on stdio uses asyncio's: its signal handlers (signal.signal) must run whatever the
-    # loop does, and uvloop takes over Python's signal wakeup.
+    # user's handlers do, and uvloop takes over Python's signal wakeup. `wrap` has no such handlers.
     if loop_name() == "asyncio":
         return asyncio.new_event_loop()
     import uvloop

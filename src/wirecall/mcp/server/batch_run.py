@@ -283,23 +283,14 @@ class BatchRun:
         entry = Entry(id, position, sent.tool[:100])
         try:
             entry.method = self._find(sent.tool)
-            if sent.arguments is not UNSET and bytes(sent.arguments) != b"null":
-                if not bytes(sent.arguments).startswith(b"{"):
+            refs: tuple[Any, ...] = ()
+            if sent.arguments is not UNSET and (text := bytes(sent.arguments)) != b"null":
+                if not text.startswith(b"{"):
                     raise InvalidParams("arguments: expected an object", ran="no")
                 entry.arguments = entry.sent = sent.arguments
-            refs = self._take_references(entry)
-            if refs and (fault := scope_fault(entry.method)) is not None:
-                raise fault
-            after = tuple(sent.after or ())
-            if len(after) > LIMITS.after:
-                raise InvalidParams(
-                    f"after: expected at most {LIMITS.after} ids, got {len(after)}",
-                    type="reference_limit",
-                    limit="after",
-                    max=LIMITS.after,
-                    ran="no",
-                )
-            entry.links = Links(refs, after)
+                refs = self._take_references(entry, text)
+            if refs or sent.after:
+                entry.links = _links_of(entry.method, refs, tuple(sent.after or ()))
             if entry.method.is_command:
                 beside = UNSET if sent.idempotency_key is None else sent.idempotency_key
                 entry.own_key, _ = identify(entry.sent, beside)
@@ -332,9 +323,8 @@ class BatchRun:
             return InvalidParams(reason, ran="no")
         return InvalidParams(f"{reason}; did you mean {near!r}?", did_you_mean=near, ran="no")
 
-    def _take_references(self, entry: Entry) -> tuple[Any, ...]:
-        """Take the references out of the arguments of an entry (A2)."""
-        text = bytes(entry.arguments)
+    def _take_references(self, entry: Entry, text: bytes) -> tuple[Any, ...]:
+        """Take the references out of the arguments of an entry (A2), whose JSON is `text`."""
         # An escape (\\u) may hide a name.
         if b'"$' not in text and b"\\u" not in text:
             return ()
@@ -691,6 +681,21 @@ class BatchRun:
         )
         text = {"type": "text", "text": data.decode()}
         return CallResult([text, *media], Raw(data), nothing_ran)
+
+
+def _links_of(method: Method, refs: tuple[Any, ...], after: tuple[str, ...]) -> Links:
+    """Return what an entry refers to and waits for, or raise the error that refuses it."""
+    if refs and (fault := scope_fault(method)) is not None:
+        raise fault
+    if len(after) > LIMITS.after:
+        raise InvalidParams(
+            f"after: expected at most {LIMITS.after} ids, got {len(after)}",
+            type="reference_limit",
+            limit="after",
+            max=LIMITS.after,
+            ran="no",
+        )
+    return Links(refs, after)
 
 
 class BareShape:

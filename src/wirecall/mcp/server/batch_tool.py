@@ -32,8 +32,8 @@ Chosen: TypeAlias = Literal["queries", "all"]
 Destructive: TypeAlias = Literal["ask", "allow"]
 
 # An id is a part of keys ("KEY/ID") and of references ("ID#/pointer").
-_ID = re.compile(r"[!-~]+")
-_SEPARATORS = frozenset("#/")
+# Printable ASCII without "#" and "/", which separate the parts of a reference.
+_ID = re.compile(r'[!"$-.0-~]+')
 LONGEST_ID = 64
 
 
@@ -380,16 +380,16 @@ def read_form(arguments: Raw | UnsetType, most: int) -> Form:
     seen: set[str] = set()
     ids = form.ids
     for position, id in enumerate(ids):
-        place = f"arguments.calls[{position}].id"
-        if not _ID.fullmatch(id) or _SEPARATORS & set(id) or len(id) > LONGEST_ID:
+        if not _ID.fullmatch(id) or len(id) > LONGEST_ID:
             raise BatchInvalid(
-                f"{place}: expected 1 to {LONGEST_ID} printable ASCII characters without spaces, "
-                f"'#' and '/', got {id[:LONGEST_ID]!r}",
+                f"arguments.calls[{position}].id: expected 1 to {LONGEST_ID} printable ASCII "
+                f"characters without spaces, '#' and '/', got {id[:LONGEST_ID]!r}",
                 ran="no",
             )
         if id in seen:
             raise BatchInvalid(
-                f"{place}: two calls have the id {id!r}; give each its own", ran="no"
+                f"arguments.calls[{position}].id: two calls have the id {id!r}; give each its own",
+                ran="no",
             )
         seen.add(id)
     for id in form.wanted or ():
