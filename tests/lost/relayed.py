@@ -1,4 +1,4 @@
-"""Lost answers through the gateway: servers that know nothing of keys stand behind
+"""Lost answers through the gateway: servers without keys and records stand behind
 `wirecall gateway run` and `wirecall wrap`, calls are cut and sent again, and effects are counted.
 
 A trial is one intent of one client, as in `harness`: a call that is lost once or more often, and
@@ -10,22 +10,22 @@ then sent until it has a result. It is lost
     writing     in the middle of its answer
     reading     after its client has received the whole answer, and has read a part of it
 
-by the end of its connection or pipe (cut), by a cancellation that speaks of time (cancel), by a
+by the end of its connection or pipe (cut), by a cancellation whose reason is a timeout (cancel), by a
 client that gives up without a word on its pipe (silence), or by SIGKILL: of the server behind the
 gateway, with the client still there (upstream) or gone (orphan), or of the gateway itself (gateway).
 
 The checker holds a trial to these rules:
 
-1. It has one effect, and one more for each time that its client was told "unknown". A further
+1. It has one effect, and one more for each "unknown" that its client received. A further
    record that says `written` is counted as `unseen`: the gateway had handed the last byte of that
    answer to the transport without an error, so the next equal call is a new one
    (docs/commands.md, "Calls without a key").
 2. No call is unseen whose tool stood still until the ledger had recorded the loss, or whose answer
    was cut in the middle.
-3. Every `ran` is true. "no": there is no effect that its client does not know of. "unknown" comes
+3. Every `ran` is true. After "no", each effect so far was reported as unknown. "unknown" comes
    only after a kill. A result names a run of this trial.
 4. A call that is sent again after its answer came is another intent: it has its own effect, and its
-   answer is no replay.
+   answer is not a replay.
 5. In the end no process remains.
 """
 
@@ -119,7 +119,7 @@ class Story(Struct):
     losses: int = 0
     must_be_seen: bool = False  # the gateway could notice the only loss, for certain
     kills: int = 0  # that met this trial
-    unknowns: int = 0  # that its client was told
+    unknowns: int = 0  # that its client received
     refusals: Counter[int] = msgspec.field(default_factory=Counter)  # by code
     answer: Answer | None = None
     effects: int = 0
@@ -421,7 +421,7 @@ class Pipe(Sender):
     async def leave(self) -> None:
         """Close the pipe at both ends, and start another `wrap` when this one has ended.
 
-        Two that run side by side are two windows of one client, with calls of their own.
+        Two that run side by side are two windows of one client, each with its own calls.
         """
         process = self._gone()
         assert process is not None and process.stdin is not None
@@ -799,7 +799,7 @@ class Run:
                 story.faults.append("it took effect after all the others")
 
     async def _ended(self) -> None:
-        """Wait until no server is left; note those that stay."""
+        """Wait until no server remains; note those that do."""
         deadline = time.monotonic() + PATIENCE
         while True:
             self.left = processes_naming(self.hall.control.path)
