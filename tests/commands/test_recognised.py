@@ -20,7 +20,7 @@ from tests.servers import Store
 from wirecall import App, Context, DomainError
 from wirecall.commands.receipts import origin_of
 from wirecall.errors import Busy
-from wirecall.ledger.base import Claim, Keyless, Ledger, Record, RecordId
+from wirecall.ledger.base import Claim, Keyless, Ledger, LedgerDown, Record, RecordId
 
 FIRST = Told({"charged": 5, "number": 1})
 SECOND = Told({"charged": 5, "number": 2})
@@ -541,6 +541,35 @@ async def test_run_of_a_process_that_stood_still_is_not_given_up(
     store.age(lost.id, LEASE + 1)
     clock.advance(LEASE + 1)
     beats = await watch(app, "heartbeat")
+    assert await next_of(beats)
+    world.gate.set()
+    assert await again.told() == REPLAY
+    assert world.effects == [5]
+
+
+async def test_run_whose_lease_could_not_be_renewed_is_not_given_up(
+    app: App, alice: Wire, world: World, store: Store, clock: LoopClock
+) -> None:
+    """The store was away when the renewal was due. It is renewed when the next claim comes."""
+    app.command(name="charge")(world.held_after)
+    await lose(alice, app, world)
+    ledger = await app.ledger()
+    lost = await undelivered(ledger)
+    renew = ledger.heartbeat
+    failed = asyncio.Event()
+
+    async def fail(*_: Any) -> bool:
+        failed.set()
+        raise LedgerDown("away")
+
+    vars(ledger)["heartbeat"] = fail
+    clock.advance(LEASE / 3 + 1)
+    async with asyncio.timeout(PATIENCE):
+        await failed.wait()
+    vars(ledger)["heartbeat"] = renew
+    beats = await watch(app, "heartbeat")
+    store.age(lost.id, LEASE + 1)
+    again = alice.send("charge", PARAMS)
     assert await next_of(beats)
     world.gate.set()
     assert await again.told() == REPLAY

@@ -1,4 +1,4 @@
-"""No process of a server is left: after many sessions of clients, and when the gateway is killed."""
+"""No process of a server remains: after many sessions of clients, and when the gateway is killed."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ from tests.size import sized
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 SESSIONS = sized(small=20, full=1000)
-# Of so many sessions, one has a child of its own.
+# One of so many sessions has its own child.
 OWN = 10
 TOGETHER = 8
 MARK = "WIRECALL_TEST_MARK"

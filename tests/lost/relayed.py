@@ -1,4 +1,4 @@
-"""Lost answers through the gateway: servers that know nothing of keys stand behind
+"""Lost answers through the gateway: servers without keys and records stand behind
 `wirecall gateway run` and `wirecall wrap`, calls are cut and sent again, and effects are counted.
 
 A trial is one intent of one client, as in `harness`: a call that is lost once or more often, and
@@ -10,22 +10,22 @@ then sent until it has a result. It is lost
     writing     in the middle of its answer
     reading     after its client has received the whole answer, and has read a part of it
 
-by the end of its connection or pipe (cut), by a cancellation that speaks of time (cancel), by a
+by the end of its connection or pipe (cut), by a cancellation whose reason is a timeout (cancel), by a
 client that gives up without a word on its pipe (silence), or by SIGKILL: of the server behind the
 gateway, with the client still there (upstream) or gone (orphan), or of the gateway itself (gateway).
 
 The checker holds a trial to these rules:
 
-1. It has one effect, and one more for each time that its client was told "unknown". A further
+1. It has one effect, and one more for each "unknown" that its client received. A further
    record that says `written` is counted as `unseen`: the gateway had handed the last byte of that
    answer to the transport without an error, so the next equal call is a new one
    (docs/commands.md, "Calls without a key").
 2. No call is unseen whose tool stood still until the ledger had recorded the loss, or whose answer
    was cut in the middle.
-3. Every `ran` is true. "no": there is no effect that its client does not know of. "unknown" comes
+3. Every `ran` is true. After "no", each effect so far was reported as unknown. "unknown" comes
    only after a kill. A result names a run of this trial.
 4. A call that is sent again after its answer came is another intent: it has its own effect, and its
-   answer is no replay.
+   answer is not a replay.
 5. In the end no process remains.
 """
 
@@ -37,7 +37,7 @@ import signal
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol, TypeAlias
@@ -62,13 +62,13 @@ from tests.lost.senders import (
     Sender,
     read_answer,
 )
-from tests.lost.shop import Effect, read_effects
+from tests.lost.shop import Effect
 from tests.lost.stand import Control, Hold
 from tests.mcp.asgi import LEGACY, R4, REVISIONS
 from tests.ports import free_port
 from tests.servers import Store
 from wirecall.gateway.forward import LEASE
-from wirecall.ledger.base import Ledger, Record, RecordId, State, open_ledger
+from wirecall.ledger.base import Ledger, Only, Record, RecordId, State, open_ledger
 
 Quiet: TypeAlias = Literal["cut", "cancel", "silence"]
 Kill: TypeAlias = Literal["upstream", "orphan", "gateway"]
@@ -119,7 +119,7 @@ class Story(Struct):
     losses: int = 0
     must_be_seen: bool = False  # the gateway could notice the only loss, for certain
     kills: int = 0  # that met this trial
-    unknowns: int = 0  # that its client was told
+    unknowns: int = 0  # that its client received
     refusals: Counter[int] = msgspec.field(default_factory=Counter)  # by code
     answer: Answer | None = None
     effects: int = 0
@@ -148,6 +148,8 @@ class Books:
         self._store = Store("sqlite", url)
         self._ledger: Ledger | None = None
         self._aged: set[tuple[RecordId, int, bytes]] = set()
+        # The method of a record without its tool, by the upstream.
+        self._methods: dict[str, str] = {}
 
     async def open(self) -> None:
         self._ledger = await open_ledger(self._store.url)
@@ -156,11 +158,18 @@ class Books:
         if self._ledger is not None:
             await self._ledger.aclose()
 
-    async def records(self, tool: str) -> list[Record]:
-        """The records of a tool. Each trial has its own."""
+    async def records(self, tool: str) -> Sequence[Record]:
+        """The records of a tool, which is named after its upstream. Each trial has its own."""
         assert self._ledger is not None
-        found = await self._ledger.list(limit=1000)
-        return [record for record in found if record.id.method.endswith(f"/{tool}")]
+        upstream = tool.split("-")[1]
+        if upstream in self._methods:
+            only = Only(method=f"{self._methods[upstream]}/{tool}")
+            return await self._ledger.list(limit=100, only=only)
+        every = await self._ledger.list(limit=1000)
+        found = [record for record in every if record.id.method.endswith(f"/{tool}")]
+        if found:
+            self._methods[upstream] = found[0].id.method.removesuffix(f"/{tool}")
+        return found
 
     async def until_lost(self, tool: str, patience: float) -> bool:
         """Wait until no answer of a tool is pending; return whether one is recorded as lost."""
@@ -200,6 +209,9 @@ class Hall:
         self._web: asyncio.subprocess.Process | None = None
         self._killed: dict[str, float] = {}
         self._killing = asyncio.Lock()
+        # The bytes of the file of effects that were read, and those effects by their order.
+        self._seen = 0
+        self._effects: defaultdict[str, list[Effect]] = defaultdict(list)
         self.children = [f"child{number}" for number in range(children)]
         upstreams: dict[str, dict[str, Any]] = {
             name: {"command": self.till(), "cwd": str(ROOT)} for name in self.children
@@ -214,8 +226,18 @@ class Hall:
         return [sys.executable, "-m", "tests.lost.till", effects, self.control.path, *more]
 
     def effects(self, order: str) -> list[Effect]:
-        found = read_effects(str(self.folder / "effects"))
-        return [effect for effect in found if effect.order == order]
+        """The effects of an order so far."""
+        file = self.folder / "effects"
+        if file.exists():
+            with file.open("rb") as lines:
+                lines.seek(self._seen)
+                # A line that is being written may have come in part.
+                new, end, _ = lines.read().rpartition(b"\n")
+            self._seen += len(new) + len(end)
+            for line in new.splitlines():
+                effect = msgspec.json.decode(line, type=Effect)
+                self._effects[effect.order].append(effect)
+        return self._effects[order]
 
     @asynccontextmanager
     async def opened(self) -> "AsyncIterator[Hall]":
@@ -421,7 +443,7 @@ class Pipe(Sender):
     async def leave(self) -> None:
         """Close the pipe at both ends, and start another `wrap` when this one has ended.
 
-        Two that run side by side are two windows of one client, with calls of their own.
+        Two that run side by side are two windows of one client, each with its own calls.
         """
         process = self._gone()
         assert process is not None and process.stdin is not None
@@ -786,20 +808,16 @@ class Run:
             share = -(-sendings // len(doors))
             told = await asyncio.gather(*(self._try(door, share, kills) for door in doors))
             await self._quiet()
-            by_order = defaultdict(list)
-            for effect in read_effects(str(self.hall.folder / "effects")):
-                by_order[effect.order].append(effect)
             for door, stories in zip(doors, told, strict=True):
                 for story in stories:
-                    await check(story, door, by_order[story.order.name])
+                    await check(story, door, self.hall.effects(story.order.name))
         await self._ended()
-        late = Counter(each.order for each in read_effects(str(self.hall.folder / "effects")))
         for story in self.stories:
-            if late[story.order.name] != len(by_order[story.order.name]):
+            if len(self.hall.effects(story.order.name)) != story.effects:
                 story.faults.append("it took effect after all the others")
 
     async def _ended(self) -> None:
-        """Wait until no server is left; note those that stay."""
+        """Wait until no server remains; note those that do."""
         deadline = time.monotonic() + PATIENCE
         while True:
             self.left = processes_naming(self.hall.control.path)

@@ -1,4 +1,4 @@
-"""Lost answers in front of the gateway: servers that know nothing of keys, and every process killed."""
+"""Lost answers in front of the gateway: servers without keys behind it, and every process killed."""
 
 import os
 import random
@@ -93,7 +93,7 @@ async def test_wrap_gives_lost_answers_again(hall: Hall) -> None:
 async def test_effects_are_not_doubled_behind_the_gateway_and_repeats_are_not_swallowed(
     hall: Hall, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At random moments; every process is killed now and then, and none is left in the end."""
+    """At random moments; every process is killed now and then, and none remains."""
     run = Run(hall, str(SEED), sized(small=(R4, R5), full=REVISIONS))
     sendings, repeats = sized(small=(12, 24), full=(200, 200))
     await run.live(sendings, repeats, kills=0.05)

@@ -1,4 +1,4 @@
-"""A server of MCP that knows nothing of keys and keeps no records.
+"""A server of MCP without keys and without records.
 
     python -m tests.lost.till EFFECTS CONTROL          on stdin and stdout
     python -m tests.lost.till EFFECTS CONTROL PORT     over HTTP

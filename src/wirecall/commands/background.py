@@ -6,8 +6,8 @@
 3. Only the run that made a claim takes it back, and only if it has done nothing. The evidence of an
    earlier run stays.
 4. Leases are renewed after a third of their time. One timer serves all runs, since few live that
-   long. A process that stood still, because its machine slept, renews its leases before it lets the
-   ledger judge any: its runs are alive.
+   long. A renewal that was late or failed, because the machine slept or the ledger was away, is made
+   before this process lets the ledger judge any lease: its own runs are alive.
 5. Records that are due are swept about once a minute, in small batches. The store is looked at about
    once a second (`witness`).
 """
@@ -55,6 +55,8 @@ class Background:
         # When the lease of a run is due, by the loop's clock. None: it is being renewed.
         self._renewals: dict[Run, float | None] = {}
         self._renewing: set[asyncio.Task[None]] = set()
+        # Runs whose last renewal has failed.
+        self._missed: set[Run] = set()
         self._beat: asyncio.TimerHandle | None = None
         # When that timer fires, by the loop's clock.
         self._beat_at = math.inf
@@ -172,15 +174,19 @@ class Background:
         The timer stays: the next run is likely to need it, and an idle timer is cheap.
         """
         self._renewals.pop(run, None)
+        self._missed.discard(run)
 
     def is_behind(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Return whether a renewal is overdue: leases of this process may be over by now."""
-        return self._beat_at < loop.time()
+        """Return whether a renewal is late or has failed: leases of this process may be over."""
+        return self._beat_at < loop.time() or bool(self._missed)
 
     async def catch_up(self, loop: asyncio.AbstractEventLoop) -> None:
         """Renew the leases that are due, and wait until they are renewed."""
         if self._beat is not None:
             self._beat.cancel()
+        for run in self._missed:
+            if self._renewals.get(run) is not None:
+                self._renewals[run] = loop.time()
         self._renew_due(loop)
         if self._renewing:
             await asyncio.wait(self._renewing)
@@ -208,12 +214,16 @@ class Background:
         """
         assert run.ledger is not None and run.token is not None
         try:
-            if not await run.ledger.heartbeat(run.token, run.method.terms.lease):
+            is_held = await run.ledger.heartbeat(run.token, run.method.terms.lease)
+            self._missed.discard(run)
+            if not is_held:
                 self.release(run)  # another holder has the record
             elif run.task is not None and run.task.is_handed_over:
                 await run.task.look()
         except LedgerDown as error:
             logger.warning("%s: the lease was not renewed: %s", run.claim.id, error)
+            if run in self._renewals:
+                self._missed.add(run)
         finally:
             if run in self._renewals:
                 self.renew(run, begun)  # the store may count the lease from that time
