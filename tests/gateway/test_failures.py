@@ -30,6 +30,13 @@ class Faulty:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.end = asyncio.Event()
+        # The connections on which calls have come.
+        self.connections: list[asyncio.BaseTransport] = []
+
+    @property
+    def is_left(self) -> bool:
+        """Whether all of them are closed."""
+        return all(each.is_closing() for each in self.connections)
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         if request.method != "POST":
@@ -50,6 +57,8 @@ class Faulty:
             result = {"tools": TOOLS}
         elif method == "tools/call":
             params = message["params"]
+            assert request.transport is not None
+            self.connections.append(request.transport)
             self.calls.append(params["name"])
             return await self._ended(request, id, params["arguments"]["then"], result)
         return web.json_response({"jsonrpc": "2.0", "id": id, "result": result})
