@@ -302,7 +302,8 @@ async def test_session_that_a_client_owns_ends_with_the_client(tmp_path: Path) -
     bench = Bench(tmp_path, names=("bank",), own={"bank": {"share": "session"}})
     async with bench.serving():
         _, session = await bench.post("/mcp/bank", message_of("initialize", introduction(), 1))
-        await bench.post("/mcp/bank", message_of("tools/call", {"name": "look"}, 2), session)
+        look = message_of("tools/call", {"name": "look"}, 2)
+        looked, _ = await bench.post("/mcp/bank", look, session)
         before = (await bench.gateway.status())["upstreams"]["bank"]
         assert session is not None
         headers = {**BOTH, "Mcp-Session-Id": session}
@@ -312,7 +313,8 @@ async def test_session_that_a_client_owns_ends_with_the_client(tmp_path: Path) -
         ):
             assert answer.status == 204
         assert before["sessions"] == 2  # one was made for the introduction
-        [pid] = before["pids"]
+        pid = looked["result"]["pid"]
+        assert pid in before["pids"] and len(before["pids"]) == 2
         await until(lambda: not psutil.pid_exists(pid))
         after = (await bench.gateway.status())["upstreams"]["bank"]
         assert after["sessions"] == 1
@@ -354,7 +356,7 @@ async def events(stream: aiohttp.ClientResponse) -> AsyncIterator[Any]:
 
 
 async def test_tool_that_was_renamed_after_its_list_goes_to_its_own_server(tmp_path: Path) -> None:
-    """Trap 5: a call goes by the table that clients have seen, never to "the next one"."""
+    """X5: a call goes by the table that clients have seen, never to "the next one"."""
     for name, tools in (("bank", ["send"]), ("shop", [])):
         entries = [{"name": tool, "inputSchema": {"type": "object"}} for tool in tools]
         (tmp_path / f"{name}.tools").write_text(json.dumps(entries))

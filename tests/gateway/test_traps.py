@@ -18,6 +18,7 @@ from tests.client.peers import until
 from tests.gateway.bench import BOTH, Bench
 from tests.gateway.fronts import (
     Client,
+    Process,
     counter,
     effects,
     introduction,
@@ -27,13 +28,15 @@ from tests.gateway.fronts import (
     wrap_words,
     wrapped,
 )
+from tests.gateway.process import settings
 from tests.ledger.sqlite.clocks import Clock, opened
+from tests.ports import free_port
 from wirecall.gateway.pipe import Wrap
 from wirecall.gateway.upstream import IDLE
 from wirecall.server.identity import Identity
 
 HOUR = 3600.0
-WAIT = {"to": "ann", "then": "wait"}
+WAIT: dict[str, Any] = {"to": "ann", "then": "wait"}
 
 
 @pytest.fixture
@@ -89,37 +92,65 @@ async def test_loss_window_counts_the_seconds_of_the_machine(file: Path) -> None
 
 
 SHORT = """\
-import sys
-from wirecall.gateway import forward
+import asyncio, sys
+from wirecall.gateway import Gateway, forward
+from wirecall.gateway.settings import load_settings
+
 forward.LEASE = 0.3
-from wirecall.__main__ import main
-main()
+asyncio.run(Gateway(load_settings()).serve(port=int(sys.argv[1])))
 """
 
 
-def short_leases(*words: str) -> list[str]:
-    """The words of `wrap`, with leases of less than a second."""
-    return [sys.executable, "-c", SHORT, "wrap", *words]
+@asynccontextmanager
+async def gateway_at(folder: Path) -> AsyncIterator[tuple[Process, str]]:
+    """A gateway as a process, with leases of less than a second; the address of its upstream."""
+    port = free_port()
+    address = f"127.0.0.1:{port}"
+    async with started(sys.executable, "-c", SHORT, str(port), cwd=folder) as process:
+        for _ in range(10_000):
+            try:
+                async with (
+                    aiohttp.ClientSession() as http,
+                    http.get(f"http://{address}/healthz"),
+                ):
+                    break
+            except aiohttp.ClientError:
+                await asyncio.sleep(0.01)
+        try:
+            yield process, f"http://{address}/mcp/bank"
+        finally:
+            process.process.terminate()
 
 
-async def test_wrap_that_sleeps_longer_than_a_lease_doubles_no_effect(file: Path) -> None:
-    """X11: while it sleeps, the call is unknown; when it wakes, its own client gets the answer."""
-    words = short_leases("--ledger", f"sqlite:{file}.db", "--name", "bank", "--", *counter(file))
-    call = {"name": "pay", "arguments": WAIT}
-    async with started(*words) as sleeper, started(*words) as other:
-        for each in (sleeper, other):
-            await each.greet()
-        await sleeper.send(message_of("tools/call", call, 9))
+async def paid_at(url: str) -> Any:
+    """Greet a gateway, and send the call with a key; return the answer."""
+    async with aiohttp.ClientSession(headers=BOTH) as http:
+        async with http.post(url, data=message_of("initialize", introduction(), 1)) as answer:
+            own = {"Mcp-Session-Id": answer.headers["Mcp-Session-Id"]}
+        meta = {"io.wirecall/idempotency-key": "k"}
+        call = message_of("tools/call", {"name": "pay", "arguments": WAIT, "_meta": meta}, 2)
+        async with http.post(url, data=call, headers=own) as answer:
+            return json.loads(await answer.read())
+
+
+async def test_gateway_that_sleeps_longer_than_a_lease_doubles_no_effect(tmp_path: Path) -> None:
+    """X11: another one calls the outcome unknown; its own client gets the answer when it wakes."""
+    file = tmp_path / "bank"
+    upstreams = {"bank": {"command": counter(file)}}
+    (tmp_path / "wirecall.toml").write_text(settings(upstreams, ledger="sqlite:gateway.db"))
+    async with gateway_at(tmp_path) as (sleeper, url), gateway_at(tmp_path) as (_, other):
+        first = asyncio.create_task(paid_at(url))
         await until(lambda: effects(file) == 1)
         sleeper.process.send_signal(signal.SIGSTOP)
         try:
-            answer = await other.ask("tools/call", call)
-            assert (answer["error"]["code"], answer["error"]["data"]["ran"]) == (50910, "unknown")
+            error = (await paid_at(other))["error"]
+            assert (error["code"], error["data"]["ran"]) == (50910, "unknown")
             file.with_suffix(".go").touch()
         finally:
             sleeper.process.send_signal(signal.SIGCONT)
-        woken = json.loads(await sleeper.line())
-        assert woken["id"] == 9 and "paid 1" in str(woken), woken
+        assert (await first)["result"]["content"]
+        again = (await paid_at(other))["result"]
+        assert again["_meta"]["io.wirecall/replayed"] is True, "the truth came late"
     assert effects(file) == 1
 
 
@@ -133,8 +164,11 @@ async def test_server_that_dies_at_a_step_doubles_no_effect(
 ) -> None:
     """X10: its outcome is unknown, aloud, and an equal call gets that answer too."""
     async with wrapped(file) as client:
+        link: Any = client.front._relay.session.link
         first = await client.pay(to="ann", then=then, lose=is_lost)
+        await until(lambda: not link.is_open)
         again = await client.pay(to="ann", then=then)
+        await until(lambda: not link.is_open)
         once = 0 if then == "die_before" else 1
         for answer in (first, again):
             if then == "die_after":

@@ -19,7 +19,7 @@ from msgspec import Raw, structs
 
 from wirecall.app import GRACE, App
 from wirecall.client.delivery import Clock
-from wirecall.errors import CallFailed, RpcError
+from wirecall.errors import CallFailed, RpcError, UpstreamUnavailable
 from wirecall.files import replace_file
 from wirecall.gateway.fronts import (
     BACK_AFTER,
@@ -39,7 +39,7 @@ from wirecall.gateway.origins import origin_of
 from wirecall.gateway.relay import Send
 from wirecall.gateway.session import UpstreamSession, Wishes
 from wirecall.gateway.settings import GatewaySettings, UpstreamSettings
-from wirecall.gateway.upstream import REAL, Origin, Places, Upstream
+from wirecall.gateway.upstream import REAL, Origin, Places, Upstream, reason_of
 from wirecall.gateway.wire import request
 from wirecall.ledger.base import LedgerDown, State
 from wirecall.logs import announce, escaped
@@ -310,8 +310,10 @@ class Gateway(App):
                 await conversation.want_level(self._levels[key])
             if not self.has_singles(upstream):
                 conversation.follow()
-        except BaseException:
+        except BaseException as error:
             await conversation.aclose()
+            if isinstance(error, CallFailed | TimeoutError):
+                upstream.fell(str(error) or "it did not answer in time")
             raise
         if unit.endswith(NEWEST) and conversation.revision not in STATELESS:
             self._older.add(upstream.name)
@@ -490,6 +492,8 @@ class Gateway(App):
         try:
             tools = await self.entries(upstream, "tools", "", self._someone())
             announce(escaped(f"{upstream.name}: ready, {len(tools)} tools"))
+        except UpstreamUnavailable as error:
+            announce(escaped(reason_of(error)))
         except (RpcError, CallFailed) as error:
             announce(escaped(f"{upstream.name}: {error}"))
 
@@ -563,7 +567,9 @@ class Gateway(App):
         unknown = await self._unknown()
         found = {}
         for name, upstream in self.upstreams.items():
-            sessions = sum(key[0] == name for key in self._conversations)
+            sessions = sum(
+                self._open_one(key) is not None for key in self._conversations if key[0] == name
+            )
             sessions += sum(each.upstream is upstream for each in self._singles)
             pids = [child.pid for child in upstream.children if child.pid is not None]
             found[name] = {

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import Raw, Struct
 
-from wirecall.errors import CallFailed, RpcError
+from wirecall.errors import CallFailed, RpcError, UpstreamUnavailable
 from wirecall.gateway.offers import LONGEST, has_hidden, merged
+from wirecall.gateway.upstream import reason_of
 from wirecall.mcp.revisions import HANDSHAKE
 from wirecall.mcp.server.peer import Session
 
@@ -60,11 +61,11 @@ async def _tools_of(gateway: "Gateway", upstream: "Upstream", plan: Plan) -> lis
         tools = await gateway.entries(upstream, "tools", "", client)
         async with gateway.conversation(upstream, "", client) as conversation:
             revision = conversation.revision
+    except UpstreamUnavailable as error:
+        plan.findings.append(reason_of(error))
+        return []
     except (RpcError, CallFailed) as error:
-        reason = str(error)
-        if isinstance(error, RpcError) and isinstance(error.data, dict):
-            reason = str(error.data.get("reason", reason))
-        plan.findings.append(reason)
+        plan.findings.append(f"{upstream.name}: {error}")
         return []
     if revision is not None:
         plan.revisions[upstream.name] = revision.name
