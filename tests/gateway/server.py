@@ -230,6 +230,9 @@ def serve(message: dict[str, Any]) -> None:
             reply(message["id"], result={"content": [], "lines": lines, "pid": os.getpid()})
     elif method == "tools/call":
         threading.Thread(target=pay, args=[message], daemon=True).start()
+    elif method == "resources/read":
+        code = -32602 if IS_NEWEST else -32002
+        reply(message["id"], error={"code": code, "message": "no such", "data": {"their": 0.5}})
     elif method == "x/ask":
         ask_client(message)
     elif method == "x/echo":

@@ -368,3 +368,17 @@ async def test_tool_that_was_renamed_after_its_list_goes_to_its_own_server(tmp_p
         (tmp_path / "shop.tools").write_text(json.dumps(entry))
         await client.call_tool("send", {"to": "ann"})
         assert effects(tmp_path / "bank") == 1 and effects(tmp_path / "shop") == 0
+
+
+@pytest.mark.parametrize("theirs", [OLD, NEW])
+@pytest.mark.parametrize(("ours", "code"), [(OLD, -32002), (NEW, -32602)])
+async def test_missing_resource_has_the_code_of_the_revision_of_the_client(
+    tmp_path: Path, ours: str, theirs: str, code: int
+) -> None:
+    """G12, section 6: -32002 with a handshake, -32602 without; text and data are the server's."""
+    own = newest(tmp_path, "bank") if theirs == NEW else None
+    bench = Bench(tmp_path, names=() if own else ("bank",), more=[own] if own else [])
+    async with bench.serving(), bench.client("/mcp/bank", revision=ours) as client:
+        with pytest.raises(RpcError, match="no such") as caught:
+            await client.read_resource("file:///none")
+    assert caught.value.code == code and caught.value.data["their"] == 0.5
