@@ -45,6 +45,12 @@ class Studio:
             await self.go.wait()
             return f"{film}.mp4"
 
+        @app.command(task=True, key="off")
+        async def order(ctx: Context) -> str:
+            answer = await ctx.elicit("sure?", bool)
+            self.runs += 1
+            return f"{answer.action} {answer.content}"
+
         @app.command(key="off")
         async def tell(ctx: Context) -> str:
             for level in ("debug", "info", "error"):
@@ -86,6 +92,21 @@ async def test_task_of_a_new_server_is_passed_on_with_a_sealed_id(
         behind.go.set()
         assert (await client.task(task.id)).text == "dawn.mp4"
         assert behind.runs == 2
+
+
+@pytest.mark.parametrize("path", ["/mcp/studio", "/mcp"])
+async def test_answers_to_the_questions_of_a_task_reach_it(tmp_path: Path, path: str) -> None:
+    """Section 6: `tasks/update` goes to the upstream that the sealed id names, with the answers."""
+    asked: list[str] = []
+
+    async def elicit(question: Any) -> dict[str, bool]:
+        asked.append(question.message)
+        return {"value": True}
+
+    async with studio(tmp_path) as (bench, behind), bench.client(path, elicit=elicit) as client:
+        task = await client.start_tool("order", {})
+        assert (await task).text == "accept True"
+    assert asked == ["sure?"] and behind.runs == 1
 
 
 async def test_task_is_good_for_its_caller_alone(tmp_path: Path) -> None:
