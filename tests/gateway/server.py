@@ -6,7 +6,8 @@ With "newest" it speaks 2026-07-28 alone, and its tool `ask` asks its client `ro
 requests in `questions`, before it pays.
 
 Its tool `pay` writes a line into the file. The argument `then` says what happens next: "die" ends
-the process before the answer, "mute" never answers, "wait" answers when the file FILE.go exists,
+the process before the answer, "die_before" before the line, "die_half" within the answer, "die_after"
+after it, "mute" never answers, "wait" answers when the file FILE.go exists,
 "error" and "refuse" answer with errors, "is_error" with a result, "garbage" with text, "wrong_id",
 "twice" and "big" with such answers. `look` only reads. The file FILE.tools has more tools.
 """
@@ -67,6 +68,8 @@ def pay(message: dict[str, Any]) -> None:
     if then == "refuse":
         reply(id, error={"code": -32602, "message": "their refusal", "data": {"their": 0.5}})
         return
+    if then == "die_before":
+        os._exit(3)
     note(f"pay {arguments.get('to', '')}")
     token = message["params"].get("_meta", {}).get("progressToken")
     if token is not None:
@@ -76,6 +79,10 @@ def pay(message: dict[str, Any]) -> None:
                 json.dumps({"jsonrpc": "2.0", "method": "notifications/progress", "params": params})
             )
     if then == "die":
+        os._exit(3)
+    if then == "die_half":
+        sys.stdout.write(f'{{"jsonrpc": "2.0", "id": {id}, "resu')
+        sys.stdout.flush()
         os._exit(3)
     if then == "mute":
         return
@@ -97,6 +104,8 @@ def pay(message: dict[str, Any]) -> None:
     text = f'{{"content": [{{"type": "text", "text": "paid {count}"}}], "x": 0.10, "isError": %s}}'
     body = text % ("true" if then == "is_error" else "false")
     write(f'{{"jsonrpc": "2.0", "id": {id}, "result": {body}}}')
+    if then == "die_after":
+        os._exit(3)
     if then == "twice":
         reply(id, result={"content": [{"type": "text", "text": "second"}]})
 
@@ -221,6 +230,9 @@ def serve(message: dict[str, Any]) -> None:
             reply(message["id"], result={"content": [], "lines": lines, "pid": os.getpid()})
     elif method == "tools/call":
         threading.Thread(target=pay, args=[message], daemon=True).start()
+    elif method == "resources/read":
+        code = -32602 if IS_NEWEST else -32002
+        reply(message["id"], error={"code": code, "message": "no such", "data": {"their": 0.5}})
     elif method == "x/ask":
         ask_client(message)
     elif method == "x/echo":

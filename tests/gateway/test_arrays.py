@@ -27,7 +27,7 @@ async def answers(bench: Bench, path: str, calls: list[dict[str, Any]]) -> list[
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("size", [1, 2, 49])
 async def test_denied_tool_is_refused_in_an_array(tmp_path: Path, path: str, size: int) -> None:
-    """Trap 14, policy: the denied entries are refused, and only those."""
+    """X14, policy: the denied entries are refused, and only those."""
     bench = Bench(tmp_path, names=("bank",), own={"bank": {"deny": ["pay"]}})
     async with bench.serving():
         calls: list[dict[str, Any]] = [{"name": "pay", "arguments": {}}] * size
@@ -40,7 +40,7 @@ async def test_denied_tool_is_refused_in_an_array(tmp_path: Path, path: str, siz
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("tool", ["pay", "look"])
 async def test_rate_counts_the_entries_of_an_array(tmp_path: Path, path: str, tool: str) -> None:
-    """Trap 14, rates: commands and queries beyond the limit are refused one by one."""
+    """X14, rates: commands and queries beyond the limit are refused one by one."""
     bench = Bench(tmp_path, names=("bank",))
     bench.gateway.middleware(RateLimit(3, per=3600, clock=lambda: 0.0))
     (tmp_path / "bank").touch()
@@ -56,7 +56,7 @@ async def test_rate_counts_the_entries_of_an_array(tmp_path: Path, path: str, to
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_ledger_has_a_record_for_each_command_of_an_array(tmp_path: Path, path: str) -> None:
-    """Trap 14, ledger: a key counts once, and each entry has its own record."""
+    """X14, ledger: a key counts once, and each entry has its own record."""
     bench = Bench(tmp_path, names=("bank",))
     async with bench.serving():
         meta = {"io.wirecall/idempotency-key": "k"}
@@ -72,7 +72,7 @@ async def test_ledger_has_a_record_for_each_command_of_an_array(tmp_path: Path, 
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_audit_has_a_line_for_each_command_of_an_array(tmp_path: Path, path: str) -> None:
-    """Trap 14, audit: its method is the record's: upstream, digest of its target, tool."""
+    """X14, audit: its method is the record's: upstream, digest of its target, tool."""
     trail = tmp_path / "audit.jsonl"
     bench = Bench(tmp_path, names=("bank",), audit=f"file:{trail}")
     async with bench.serving():
@@ -87,7 +87,7 @@ async def test_audit_has_a_line_for_each_command_of_an_array(tmp_path: Path, pat
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_limits_hold_for_the_entries_of_an_array(tmp_path: Path, path: str) -> None:
-    """Trap 14, limits: a member twice is refused in its entry, and so is an entry that is not a call."""
+    """X14, limits: a member twice is refused in its entry, and so is an entry that is not a call."""
     bench = Bench(tmp_path, names=("bank",))
     async with bench.serving():
         _, session = await bench.post(path, message_of("initialize", introduction("2025-03-26"), 1))

@@ -45,6 +45,12 @@ class Studio:
             await self.go.wait()
             return f"{film}.mp4"
 
+        @app.command(task=True, key="off")
+        async def order(ctx: Context) -> str:
+            answer = await ctx.elicit("sure?", bool)
+            self.runs += 1
+            return f"{answer.action} {answer.content}"
+
         @app.command(key="off")
         async def tell(ctx: Context) -> str:
             for level in ("debug", "info", "error"):
@@ -86,6 +92,21 @@ async def test_task_of_a_new_server_is_passed_on_with_a_sealed_id(
         behind.go.set()
         assert (await client.task(task.id)).text == "dawn.mp4"
         assert behind.runs == 2
+
+
+@pytest.mark.parametrize("path", ["/mcp/studio", "/mcp"])
+async def test_answers_to_the_questions_of_a_task_reach_it(tmp_path: Path, path: str) -> None:
+    """Section 6: `tasks/update` goes to the upstream that the sealed id names, with the answers."""
+    asked: list[str] = []
+
+    async def elicit(question: Any) -> dict[str, bool]:
+        asked.append(question.message)
+        return {"value": True}
+
+    async with studio(tmp_path) as (bench, behind), bench.client(path, elicit=elicit) as client:
+        task = await client.start_tool("order", {})
+        assert (await task).text == "accept True"
+    assert asked == ["sure?"] and behind.runs == 1
 
 
 async def test_task_is_good_for_its_caller_alone(tmp_path: Path) -> None:
@@ -302,7 +323,8 @@ async def test_session_that_a_client_owns_ends_with_the_client(tmp_path: Path) -
     bench = Bench(tmp_path, names=("bank",), own={"bank": {"share": "session"}})
     async with bench.serving():
         _, session = await bench.post("/mcp/bank", message_of("initialize", introduction(), 1))
-        await bench.post("/mcp/bank", message_of("tools/call", {"name": "look"}, 2), session)
+        look = message_of("tools/call", {"name": "look"}, 2)
+        looked, _ = await bench.post("/mcp/bank", look, session)
         before = (await bench.gateway.status())["upstreams"]["bank"]
         assert session is not None
         headers = {**BOTH, "Mcp-Session-Id": session}
@@ -312,7 +334,8 @@ async def test_session_that_a_client_owns_ends_with_the_client(tmp_path: Path) -
         ):
             assert answer.status == 204
         assert before["sessions"] == 2  # one was made for the introduction
-        [pid] = before["pids"]
+        pid = looked["result"]["pid"]
+        assert pid in before["pids"] and len(before["pids"]) == 2
         await until(lambda: not psutil.pid_exists(pid))
         after = (await bench.gateway.status())["upstreams"]["bank"]
         assert after["sessions"] == 1
@@ -354,7 +377,7 @@ async def events(stream: aiohttp.ClientResponse) -> AsyncIterator[Any]:
 
 
 async def test_tool_that_was_renamed_after_its_list_goes_to_its_own_server(tmp_path: Path) -> None:
-    """Trap 5: a call goes by the table that clients have seen, never to "the next one"."""
+    """X5: a call goes by the table that clients have seen, never to "the next one"."""
     for name, tools in (("bank", ["send"]), ("shop", [])):
         entries = [{"name": tool, "inputSchema": {"type": "object"}} for tool in tools]
         (tmp_path / f"{name}.tools").write_text(json.dumps(entries))
@@ -366,3 +389,17 @@ async def test_tool_that_was_renamed_after_its_list_goes_to_its_own_server(tmp_p
         (tmp_path / "shop.tools").write_text(json.dumps(entry))
         await client.call_tool("send", {"to": "ann"})
         assert effects(tmp_path / "bank") == 1 and effects(tmp_path / "shop") == 0
+
+
+@pytest.mark.parametrize("theirs", [OLD, NEW])
+@pytest.mark.parametrize(("ours", "code"), [(OLD, -32002), (NEW, -32602)])
+async def test_missing_resource_has_the_code_of_the_revision_of_the_client(
+    tmp_path: Path, ours: str, theirs: str, code: int
+) -> None:
+    """G12, section 6: -32002 with a handshake, -32602 without; text and data are the server's."""
+    own = newest(tmp_path, "bank") if theirs == NEW else None
+    bench = Bench(tmp_path, names=() if own else ("bank",), more=[own] if own else [])
+    async with bench.serving(), bench.client("/mcp/bank", revision=ours) as client:
+        with pytest.raises(RpcError, match="no such") as caught:
+            await client.read_resource("file:///none")
+    assert caught.value.code == code and caught.value.data["their"] == 0.5

@@ -1,6 +1,7 @@
 """The failure table: each way in which a call may end, for a tool that reads and for a command."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -30,6 +31,13 @@ class Faulty:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.end = asyncio.Event()
+        # The connections on which calls have come.
+        self.connections: list[asyncio.BaseTransport] = []
+
+    @property
+    def is_left(self) -> bool:
+        """Whether all of them are closed."""
+        return all(each.is_closing() for each in self.connections)
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         if request.method != "POST":
@@ -50,6 +58,8 @@ class Faulty:
             result = {"tools": TOOLS}
         elif method == "tools/call":
             params = message["params"]
+            assert request.transport is not None
+            self.connections.append(request.transport)
             self.calls.append(params["name"])
             return await self._ended(request, id, params["arguments"]["then"], result)
         return web.json_response({"jsonrpc": "2.0", "id": id, "result": result})
@@ -227,7 +237,7 @@ async def test_call_without_a_link_does_not_run(
 
 
 async def test_call_in_front_of_an_open_breaker_is_refused_at_once(tmp_path: Path) -> None:
-    """G6: after five links in a row that failed; the error says why they failed."""
+    """G6: after five links in a row that failed."""
     more = [UpstreamSettings("away", url=f"http://127.0.0.1:{free_port()}/mcp")]
     async with Bench(tmp_path, names=(), more=more).serving() as bench:
         upstream = bench.gateway.upstreams["away"]
@@ -235,7 +245,9 @@ async def test_call_in_front_of_an_open_breaker_is_refused_at_once(tmp_path: Pat
             upstream.breaker.failed("their reason")
         call = message_of("initialize", introduction(), 1)
         answer, _ = await bench.post("/mcp/away", call)
-        assert answer["error"]["code"] == 50210 and "their reason" in answer["error"]["message"]
+        assert (
+            answer["error"]["code"] == 50210 and "not tried again yet" in answer["error"]["message"]
+        )
         status = (await bench.gateway.status())["upstreams"]["away"]
         assert status["breaker"] == "open"
 
@@ -257,3 +269,22 @@ async def test_call_beyond_the_queue_does_not_run(
         assert server.calls == ["look"]
         server.end.set()
         assert "result" in await first and "result" in await second
+
+
+async def test_server_that_quits_is_down_in_the_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """G9: it could be started, but not greeted; its last words are in the status and on stderr."""
+    command = [sys.executable, "-c", "import sys; sys.exit('no licence')"]
+    more = [UpstreamSettings("quits", command=command)]
+    async with Bench(tmp_path, names=("bank",), more=more).serving() as bench:
+        await bench.gateway.reach_all()
+        found = (await bench.gateway.status())["upstreams"]
+        assert (found["quits"]["up"], found["quits"]["sessions"]) == (False, 0)
+        assert found["quits"]["pids"] == [] and "no licence" in found["quits"]["reason"]
+        assert (found["bank"]["up"], found["bank"]["sessions"]) == (True, 1)
+        assert len(found["bank"]["pids"]) == 1 and found["bank"]["in_flight"] == 0
+    lines = capsys.readouterr().err.splitlines()
+    [line] = {line for line in lines if line.startswith("quits:")}
+    assert line == "quits: the server process ended with 1; its last words: no licence"
+    assert "bank: ready, 2 tools" in lines

@@ -84,7 +84,7 @@ async def test_gateway_records_a_tool_under_one_name_at_both_addresses(bench: Be
 async def test_gateway_replays_in_the_words_of_another_revision(
     bench: Bench, pair: tuple[str, str]
 ) -> None:
-    """Trap 19: the record has the fullest form."""
+    """X19: the record has the fullest form."""
     texts = []
     for revision in pair:
         async with bench.client("/mcp/bank", revision=revision) as client:
@@ -117,7 +117,7 @@ async def test_gateway_survives_the_death_of_an_upstream(bench: Bench) -> None:
 
 
 async def test_gateway_session_outlives_the_gateway(tmp_path: Path) -> None:
-    """Trap 21: the secret is kept beside the ledger, and only the user can read it."""
+    """X21: the secret is kept beside the ledger, and only the user can read it."""
     async with Bench(tmp_path).serving() as bench:
         _, session = await bench.post("/mcp/bank", message_of("initialize", introduction(), 1))
     async with Bench(tmp_path).serving() as bench:
@@ -192,7 +192,7 @@ async def test_gateway_passes_a_cancellation_of_a_person_on(bench: Bench) -> Non
 
 
 async def test_gateway_keeps_authenticated_callers_apart(tmp_path: Path) -> None:
-    """Traps 13 and 15: two callers have two conversations, and neither gets the other's answer."""
+    """X13, X15: two callers have two conversations, and neither gets the other's answer."""
 
     async def verify(token: str) -> Identity | None:
         return Identity(token) if token in ("ann", "bob") else None
@@ -362,7 +362,7 @@ class Hurried:
 
 
 async def test_gateway_goes_by_the_table_that_its_clients_have_seen(tmp_path: Path) -> None:
-    """Trap 5: a tool that its server no longer has is refused, and never another one's."""
+    """X5: a tool that its server no longer has is refused, and never another one's."""
     own = {"bank": {"deny": ["pay"]}}
     async with Bench(tmp_path, own=own).serving() as bench, bench.client() as client:
         assert "pay" in [tool.name for tool in await client.list_tools()]

@@ -214,7 +214,7 @@ async def test_round_that_may_have_run_is_unknown(tmp_path: Path) -> None:
 
 
 async def test_round_continues_after_a_restart_of_the_gateway(tmp_path: Path) -> None:
-    """Trap 21, between legs: the secret and the record are kept."""
+    """X21, between legs: the secret and the record are kept."""
     async with asked(tmp_path) as bench:
         state = await Caller(bench).state()
     async with asked(tmp_path) as bench:

@@ -241,6 +241,7 @@ async def test_gateway_starts_a_process_for_each_of_many_sessions(tmp_path: Path
             _, session = await bench.post("/mcp/bank", message_of("initialize", introduction(), 1))
             answer, _ = await bench.post("/mcp/bank", look, session)
             found.add(answer["result"]["pid"])
+        assert found <= {*await pids(bench)}, "the status names every process"
     assert len(found) == 7
 
 

@@ -149,7 +149,7 @@ def _show(
         out.note(f"already there: {', '.join(each.name for each in plan.known)}", "ok")
     servers = count_of(len(plan.added), "server")
     if has_change and wrote:
-        out.note(f"imported {servers}; next: wirecall config check", "ok")
+        out.note(f"imported {servers}; next: wirecall gateway check", "ok")
     elif has_change:
         out.note(f"{servers} to import; nothing was written: repeat with --write")
 

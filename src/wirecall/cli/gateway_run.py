@@ -95,8 +95,11 @@ def check_command(out: Printer) -> Exit | None:
                 for t in plan.tools
             ],
         )
+        for name, revision in plan.revisions.items():
+            tools = count_of(sum(tool.upstream == name for tool in plan.tools), "tool")
+            out.note(f"{name}: {tools}, MCP {revision}", "ok")
         for finding in plan.findings:
-            out.note(finding)
+            out.note(finding, "warning")
         out.note(f"{count_of(len(plan.findings), 'finding')}")
     return Exit.FOUND if plan.findings else None
 

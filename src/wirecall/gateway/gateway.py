@@ -38,7 +38,7 @@ from wirecall.gateway.origins import origin_of
 from wirecall.gateway.relay import Send
 from wirecall.gateway.session import UpstreamSession, Wishes
 from wirecall.gateway.settings import GatewaySettings, UpstreamSettings
-from wirecall.gateway.state import probe, reason_of, state_of, tool_of
+from wirecall.gateway.state import named_reason, probe, state_of, tool_of
 from wirecall.gateway.upstream import REAL, Origin, Places, Upstream
 from wirecall.gateway.wire import request
 from wirecall.ledger.base import LedgerDown, State
@@ -317,8 +317,10 @@ class Gateway(App):
                 await conversation.want_level(self._levels[key])
             if not self.has_singles(upstream):
                 conversation.follow()
-        except BaseException:
+        except BaseException as error:
             await conversation.aclose()
+            if isinstance(error, CallFailed | TimeoutError):
+                upstream.fell(str(error) or "it did not answer in time")
             raise
         if unit.endswith(NEWEST) and conversation.revision not in STATELESS:
             self._older.add(upstream.name)
@@ -506,8 +508,7 @@ class Gateway(App):
             tools = await self.entries(upstream, "tools", "", self._someone())
             announce(escaped(f"{upstream.name}: ready, {len(tools)} tools"))
         except (RpcError, CallFailed) as error:
-            reason = reason_of(error).removeprefix(f"{upstream.name}: ")
-            announce(escaped(f"{upstream.name}: {reason}"))
+            announce(escaped(named_reason(upstream.name, error)))
 
     def _someone(self) -> Session:
         """Return the client for whom upstreams are reached without a request."""

@@ -8,7 +8,7 @@ from msgspec import Raw, Struct
 
 from wirecall.errors import CallFailed, RpcError
 from wirecall.gateway.offers import LONGEST, has_hidden, merged
-from wirecall.gateway.state import reason_of
+from wirecall.gateway.state import named_reason
 from wirecall.mcp.revisions import HANDSHAKE
 from wirecall.mcp.server.peer import Session
 
@@ -62,7 +62,7 @@ async def _tools_of(gateway: "Gateway", upstream: "Upstream", plan: Plan) -> lis
         async with gateway.conversation(upstream, "", client) as conversation:
             revision = conversation.revision
     except (RpcError, CallFailed) as error:
-        plan.findings.append(reason_of(error))
+        plan.findings.append(named_reason(upstream.name, error))
         return []
     if revision is not None:
         plan.revisions[upstream.name] = revision.name

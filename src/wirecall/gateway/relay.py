@@ -287,7 +287,8 @@ class Relay:
         except RpcError as error:
             worded = self._worded(flying, error)
             if client is not None:
-                raise worded from None  # over HTTP, the front also gives it a status
+                # Over HTTP, the front also gives it a status.
+                raise translate.error_for(worded, message.method, client, self.revision) from None
             return self._answers.failure(id, worded, revision)
         except asyncio.CancelledError:
             if task is None or not flying.is_cancelled or task.cancelling() > 1:

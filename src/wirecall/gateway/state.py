@@ -105,5 +105,11 @@ def reason_of(error: RpcError | CallFailed) -> str:
     return str(error)
 
 
+def named_reason(name: str, error: RpcError | CallFailed) -> str:
+    """Return the name of an upstream, and why it does not answer."""
+    reason = reason_of(error).removeprefix(f"{name}: ")
+    return f"{name}: {reason}"
+
+
 def _ms(began: float) -> float:
     return round((time.monotonic() - began) * 1000, 2)

@@ -7,6 +7,8 @@ members change:
     to a server without one        an envelope is put into `_meta`: what the client has declared
     to a client without one        `resultType` and the name of the server are added
     to a client with a handshake   `resultType`, `ttlMs` and `cacheScope` are taken out
+
+A resource that is missing has an error code for each era.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
+from wirecall.errors import RpcError, rebuilt
 from wirecall.gateway.wire import META, members_of, raw_of
 from wirecall.mcp.revisions import STATELESS, Revision
 from wirecall.mcp.types import PREFIX, TASKS
@@ -112,6 +115,18 @@ def result_for(
     meta.setdefault(f"{PREFIX}serverInfo", session.described()["serverInfo"])
     members.pop("resultType", None)
     return encode({"resultType": "complete", **members, META: meta})
+
+
+def error_for(
+    error: RpcError, method: str, client: "Session | None", server: Revision | None
+) -> RpcError:
+    """Return the error of a server for a client: a resource that is missing has two codes."""
+    if client is None or server is None or not _crosses(client, server):
+        return error
+    missing = "resource not found"
+    if method != "resources/read" or str(error.code) != server.value(missing):
+        return error
+    return rebuilt(RpcError, int(client.revision.value(missing) or 0), error.message, error.data)
 
 
 def introduced(result: Raw) -> dict[str, Any]:

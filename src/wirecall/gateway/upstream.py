@@ -145,7 +145,7 @@ class Starts:
         pause = self.pause()
         if pause > LINK_TIME:
             raise NotSent(
-                f"the server process ended {len(self._times)} times within a minute, "
+                f"the server process was started {len(self._times)} times within a minute, "
                 f"and may be started again in {pause:.0f} s; {self.reason}"
             )
         if pause > 0:
@@ -171,24 +171,35 @@ class Starts:
 class PacedChild:
     """A child process that waits for its turn before it starts."""
 
-    def __init__(self, child: Child, starts: Starts) -> None:
+    def __init__(self, child: Child, starts: Starts, running: list[Child]) -> None:
         self.child = child
         self._starts = starts
+        self._running = running
         self.write = child.write
-        self.aclose = child.aclose
 
     async def open(self, on_line: OnLine, on_end: OnEnd) -> None:
         await self._starts.turn()
+        self._running.append(self.child)
 
         def ended(error: CallFailed) -> None:
+            self._forget()
             self._starts.reason = str(error)
             on_end(error)
 
         try:
             await self.child.open(on_line, ended)
         except NotSent as error:
+            self._forget()
             self._starts.reason = str(error)
             raise
+
+    async def aclose(self) -> None:
+        await self.child.aclose()
+        self._forget()
+
+    def _forget(self) -> None:
+        if self.child in self._running:
+            self._running.remove(self.child)
 
 
 class Breaker:
@@ -341,8 +352,8 @@ class Upstream:
         self._allowed: dict[str, bool] = {}
         # The arguments of a tool that headers repeat, by name, with the definition they are from.
         self._marks: dict[str, tuple[ToolEntry, Marks]] = {}
-        # The children that were started, the last one last.
-        self.children: deque[Child] = deque(maxlen=1)
+        # The children that run, the last one last.
+        self.children: list[Child] = []
 
     def link(self) -> McpLink:
         """Return a new link to the server. Nothing is opened yet."""
@@ -367,8 +378,7 @@ class Upstream:
             max_bytes=MAX_BYTES,
             reaper=self._reaper,
         )
-        self.children.append(child)
-        return PacedChild(child, self.starts)
+        return PacedChild(child, self.starts, self.children)
 
     async def reach(self, link: McpLink) -> None:
         """Make a link, with further attempts; raise `UpstreamUnavailable` if that fails."""
@@ -398,6 +408,11 @@ class Upstream:
         if is_up is not self.is_up:
             self.is_up = is_up
             self.since = time.time()
+
+    def fell(self, reason: str) -> None:
+        """Note that a link was made, and no conversation."""
+        self.breaker.failed(reason)
+        self._note(is_up=False)
 
     def unavailable(self, reason: str) -> UpstreamUnavailable:
         """Return the error for a call that was not sent."""

@@ -1,0 +1,356 @@
+"""Traps of a gateway: clocks, sleep, kills at each step, processes, sessions and callers."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.client.conftest import nothing_is_left as nothing_is_left
+from tests.client.peers import until
+from tests.gateway.bench import BOTH, Bench
+from tests.gateway.fronts import (
+    Client,
+    Process,
+    counter,
+    effects,
+    introduction,
+    message_of,
+    origin,
+    started,
+    wrap_words,
+    wrapped,
+)
+from tests.gateway.process import settings
+from tests.ledger.sqlite.clocks import Clock, opened
+from tests.ports import free_port
+from wirecall.gateway.pipe import Wrap
+from wirecall.gateway.upstream import IDLE
+from wirecall.server.identity import Identity
+
+HOUR = 3600.0
+WAIT: dict[str, Any] = {"to": "ann", "then": "wait"}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "effects"
+
+
+# --- clocks and sleep -----------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def clocked(file: Path) -> AsyncIterator[tuple[Client, Clock]]:
+    """A client of `wrap`, whose ledger has a clock that a test sets."""
+    clock = Clock()
+    wrap = Wrap(origin(file), ledger=f"sqlite:{file}.db")
+    wrap.app._ledger = await opened(Path(f"{file}.db"), clock)
+    client = Client(wrap)
+    try:
+        await client.greet()
+        yield client, clock
+    finally:
+        await client.front.aclose()
+        await wrap.aclose(1.0)
+
+
+@pytest.mark.parametrize("jump", [HOUR, -HOUR])
+@pytest.mark.parametrize("step", ["while it runs", "after its loss"])
+async def test_clock_that_is_set_doubles_no_effect(file: Path, jump: float, step: str) -> None:
+    """X11: a lost answer is given again, whatever the clock of the wall says."""
+    async with clocked(file) as (client, clock):
+        paying = asyncio.create_task(client.pay(lose=True, **WAIT))
+        await until(lambda: effects(file) == 1)
+        if step == "while it runs":
+            clock.wall_time += jump
+        file.with_suffix(".go").touch()
+        await paying
+        if step == "after its loss":
+            clock.wall_time += jump
+        again = await client.pay(**WAIT)
+        assert again["result"]["_meta"]["io.wirecall/replayed"] is True
+        assert effects(file) == 1
+
+
+async def test_loss_window_counts_the_seconds_of_the_machine(file: Path) -> None:
+    """X11: an answer that was lost long ago serves no call, although the clock was set back."""
+    async with clocked(file) as (client, clock):
+        await client.pay(to="ann", lose=True)
+        await client.pay(to="bob")  # the loss is marked before this one is recorded
+        clock.wall_time -= HOUR
+        clock.since_boot += HOUR
+        assert "result" in await client.pay(to="ann")
+        assert effects(file, "pay ann") == 2
+
+
+SHORT = """\
+import asyncio, sys
+from wirecall.gateway import Gateway, forward
+from wirecall.gateway.settings import load_settings
+
+forward.LEASE = 0.3
+asyncio.run(Gateway(load_settings()).serve(port=int(sys.argv[1])))
+"""
+
+
+@asynccontextmanager
+async def gateway_at(folder: Path) -> AsyncIterator[tuple[Process, str]]:
+    """A gateway as a process, with leases of less than a second; the address of its upstream."""
+    port = free_port()
+    address = f"127.0.0.1:{port}"
+    async with started(sys.executable, "-c", SHORT, str(port), cwd=folder) as process:
+        for _ in range(10_000):
+            try:
+                async with (
+                    aiohttp.ClientSession() as http,
+                    http.get(f"http://{address}/healthz"),
+                ):
+                    break
+            except aiohttp.ClientError:
+                await asyncio.sleep(0.01)
+        try:
+            yield process, f"http://{address}/mcp/bank"
+        finally:
+            process.process.terminate()
+
+
+async def paid_at(url: str) -> Any:
+    """Greet a gateway, and send the call with a key; return the answer."""
+    async with aiohttp.ClientSession(headers=BOTH) as http:
+        async with http.post(url, data=message_of("initialize", introduction(), 1)) as answer:
+            own = {"Mcp-Session-Id": answer.headers["Mcp-Session-Id"]}
+        meta = {"io.wirecall/idempotency-key": "k"}
+        call = message_of("tools/call", {"name": "pay", "arguments": WAIT, "_meta": meta}, 2)
+        async with http.post(url, data=call, headers=own) as answer:
+            return json.loads(await answer.read())
+
+
+async def test_gateway_that_sleeps_longer_than_a_lease_doubles_no_effect(tmp_path: Path) -> None:
+    """X11: another one calls the outcome unknown; its own client gets the answer when it wakes."""
+    file = tmp_path / "bank"
+    upstreams = {"bank": {"command": counter(file)}}
+    (tmp_path / "wirecall.toml").write_text(settings(upstreams, ledger="sqlite:gateway.db"))
+    async with gateway_at(tmp_path) as (sleeper, url), gateway_at(tmp_path) as (_, other):
+        first = asyncio.create_task(paid_at(url))
+        await until(lambda: effects(file) == 1)
+        sleeper.process.send_signal(signal.SIGSTOP)
+        try:
+            error = (await paid_at(other))["error"]
+            assert (error["code"], error["data"]["ran"]) == (50910, "unknown")
+            file.with_suffix(".go").touch()
+        finally:
+            sleeper.process.send_signal(signal.SIGCONT)
+        assert (await first)["result"]["content"]
+        again = (await paid_at(other))["result"]
+        assert again["_meta"]["io.wirecall/replayed"] is True, "the truth came late"
+    assert effects(file) == 1
+
+
+# --- kills ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+@pytest.mark.parametrize("then", ["die_before", "die", "die_half", "die_after"])
+async def test_server_that_dies_at_a_step_doubles_no_effect(
+    file: Path, then: str, is_lost: bool
+) -> None:
+    """X10: its outcome is unknown, aloud, and an equal call gets that answer too."""
+    async with wrapped(file) as client:
+        link: Any = client.front._relay.session.link
+        first = await client.pay(to="ann", then=then, lose=is_lost)
+        await until(lambda: not link.is_open)
+        again = await client.pay(to="ann", then=then)
+        await until(lambda: not link.is_open)
+        once = 0 if then == "die_before" else 1
+        for answer in (first, again):
+            if then == "die_after":
+                assert "result" in answer
+            else:
+                assert (answer["error"]["code"], answer["error"]["data"]["ran"]) == (
+                    50910,
+                    "unknown",
+                )
+        is_new = then == "die_after" and not is_lost
+        assert effects(file) == once + is_new
+        assert "result" in await client.pay(to="bob"), "the client keeps its tools"
+
+
+@pytest.mark.parametrize("step", ["greeting", "list", "call"])
+async def test_server_that_is_killed_between_calls_runs_each_of_them_once(
+    file: Path, step: str
+) -> None:
+    """X10: nothing was written to it, so nothing is unknown."""
+    async with wrapped(file) as client:
+        if step != "greeting":
+            await client.ask("tools/list")
+        if step == "call":
+            await client.pay(to="bob")
+        [child] = client.front._relay.upstream.children
+        assert child.pid is not None
+        os.kill(child.pid, signal.SIGKILL)
+        link: Any = client.front._relay.session.link
+        await until(lambda: not link.is_open)
+        assert "result" in await client.pay(to="ann")
+        paid = [line for line in file.read_text().splitlines() if line.startswith("pay ann")]
+        assert paid == ["pay ann"]
+
+
+LAUNCHER = """\
+import os, signal, subprocess, sys
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)"
+children = [
+    subprocess.Popen([sys.executable, "-c", deaf], stdin=subprocess.DEVNULL),
+    subprocess.Popen(sys.argv[2:]),
+]
+with open(sys.argv[1], "w") as file:
+    file.write(" ".join(str(pid) for pid in [os.getpid(), *(each.pid for each in children)]))
+for each in children:
+    each.wait()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("end", ["leaves", "is killed"])
+async def test_launcher_and_its_processes_end_with_their_client(file: Path, end: str) -> None:
+    """X6: processes below a launcher that take no notice of the end of stdin, nor of SIGTERM."""
+    script = file.with_name("launcher.py")
+    script.write_text(LAUNCHER)
+    pids = file.with_name("pids")
+    words = [sys.executable, str(script), str(pids), *counter(file)]
+    async with started(*wrap_words("--ledger", f"sqlite:{file}.db", "--", *words)) as process:
+        await process.greet()
+        assert "result" in await process.ask("tools/call", {"name": "pay"})
+        if end == "leaves":
+            process.close()
+        else:
+            process.process.kill()
+        await process.ended()
+    found = [Path(f"/proc/{pid}") for pid in pids.read_text().split()]
+    assert len(found) == 3
+    await until(lambda: not any(each.exists() for each in found))
+
+
+# --- sessions and callers -------------------------------------------------------------------------
+
+
+async def session_of(bench: Bench, path: str = "/mcp/bank", id: int = 1) -> str:
+    _, session = await bench.post(path, message_of("initialize", introduction(), id))
+    assert session is not None
+    return session
+
+
+def paying(bench: Bench, session: str, id: int) -> "asyncio.Task[Any]":
+    call = message_of("tools/call", {"name": "pay", "arguments": WAIT}, id)
+    return asyncio.create_task(bench.post("/mcp/bank", call, session))
+
+
+@pytest.mark.parametrize(("silence", "count"), [(0.001, 1), (None, 2)])
+async def test_equal_call_in_one_session_is_a_repetition_in_silence(
+    tmp_path: Path, silence: float | None, count: int
+) -> None:
+    """X16: over HTTP, while the first runs; with "off" both run."""
+    own = {"bank": {"resend_after": silence}}
+    async with Bench(tmp_path, names=("bank",), own=own).serving() as bench:
+        file = bench.file("bank")
+        session = await session_of(bench)
+        first = paying(bench, session, 2)
+        await until(lambda: effects(file) == 1)
+        second = paying(bench, session, 3)
+        await asyncio.wait([second], timeout=0.2)
+        file.with_suffix(".go").touch()
+        answers = [(await each)[0] for each in (first, second)]
+    assert all("result" in answer for answer in answers)
+    assert effects(file) == count
+
+
+async def test_equal_calls_of_two_sessions_are_two_calls(tmp_path: Path) -> None:
+    """X16: two windows that do the same at the same time do it twice."""
+    own = {"bank": {"resend_after": 0.001}}
+    async with Bench(tmp_path, names=("bank",), own=own).serving() as bench:
+        file = bench.file("bank")
+        calls = [paying(bench, await session_of(bench), id) for id in (2, 3)]
+        await until(lambda: effects(file) >= 1)
+        file.with_suffix(".go").touch()
+        answers = [(await each)[0] for each in calls]
+    assert all("result" in answer for answer in answers) and effects(file) == 2
+
+
+async def test_equal_calls_at_the_same_moment_are_two_calls(file: Path) -> None:
+    """X16: the first has not run for `resend_after` when the second comes."""
+    async with wrapped(file) as client:
+        calls = [asyncio.create_task(client.pay(**WAIT)) for _ in range(2)]
+        await until(lambda: effects(file) == 2)
+        file.with_suffix(".go").touch()
+        assert all("result" in answer for answer in await asyncio.gather(*calls))
+
+
+@pytest.mark.parametrize("share", ["all", "caller", "session"])
+async def test_caller_uses_a_session_of_another_one_only_if_it_is_shared(
+    tmp_path: Path, share: str
+) -> None:
+    """X15, X13: two callers with tokens, and two sessions of each."""
+
+    async def verify(token: str) -> Identity | None:
+        return Identity(token) if token in ("ann", "bob") else None
+
+    bench = Bench(tmp_path, names=("bank",), own={"bank": {"share": share}}, auth=verify)
+    look = message_of("tools/call", {"name": "look"}, 2)
+    pids: dict[str, set[int]] = {"ann": set(), "bob": set()}
+    async with bench.serving():
+        for caller in ("ann", "bob", "ann", "bob"):
+            headers = {**BOTH, "Authorization": f"Bearer {caller}"}
+            url = f"{bench.url}/mcp/bank"
+            async with aiohttp.ClientSession(headers=headers) as http:
+                greeting = message_of("initialize", introduction(), 1)
+                async with http.post(url, data=greeting) as answer:
+                    own = {"Mcp-Session-Id": answer.headers["Mcp-Session-Id"]}
+                async with http.post(url, data=look, headers=own) as answer:
+                    pids[caller].add((await answer.json())["result"]["pid"])
+    several = {"all": 1, "caller": 1, "session": 2}[share]
+    assert [len(each) for each in pids.values()] == [several, several]
+    assert (pids["ann"] == pids["bob"]) is (share == "all")
+
+
+async def test_two_gateways_of_one_user_run_equal_calls_one_after_the_other(
+    tmp_path: Path,
+) -> None:
+    """X12: the second waits until the answer of the first is delivered, and then runs."""
+    async with (
+        Bench(tmp_path, names=("bank",)).serving() as one,
+        Bench(tmp_path, names=("bank",)).serving() as two,
+    ):
+        file = one.file("bank")
+        sessions = [await session_of(one), await session_of(two)]
+        first = paying(one, sessions[0], 2)
+        await until(lambda: effects(file) == 1)
+        second = paying(two, sessions[1], 3)
+        await asyncio.wait([second], timeout=0.2)
+        assert effects(file) == 1
+        file.with_suffix(".go").touch()
+        answers = [(await each)[0] for each in (first, second)]
+    assert all("result" in answer for answer in answers) and effects(file) == 2
+
+
+async def test_idle_connection_is_not_used_for_a_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """X18: the gateway closes it first, and the next command has a connection of its own."""
+    assert IDLE < 5.0, "many servers close a connection that is idle for five seconds"
+    monkeypatch.setattr("wirecall.gateway.upstream.IDLE", 0.05)
+    from tests.gateway.test_failures import called, faulty
+
+    async with faulty(tmp_path) as (bench, server, session):
+        for count in (1, 2, 3):
+            assert "result" in await called(bench, session, "look", "done")
+            await until(lambda: server.is_left)
+            assert len({*server.connections}) == count
