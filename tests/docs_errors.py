@@ -144,7 +144,7 @@ EXPLAINED: dict[type[FixedError], tuple[str, str]] = {
         "retry later; `data.upstream` names the server, and `data.reason` says what failed",
     ),
     errors.LedgerUnavailable: (
-        "the server cannot reach its ledger; nothing ran",
+        "the server cannot reach its ledger, or it is not the one that the server knew; nothing ran",
         "retry later with the same key",
     ),
     errors.AuditUnavailable: (

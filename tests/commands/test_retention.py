@@ -1,8 +1,8 @@
 """Results that are not kept: too large, too old, or not to be encoded (P9); every ledger."""
 
 import asyncio
-import time
 import hashlib
+import time
 from typing import Any
 
 import pytest

@@ -13,7 +13,9 @@ import threading
 
 from wirecall import App
 from wirecall.ledger.postgres import migration, queue
+from wirecall.ledger.postgres.ledger import PostgresLedger
 from wirecall.ledger.sqlite import file as sqlite_file
+from wirecall.ledger.sqlite.ledger import SqliteLedger
 
 
 def forget_versions(older: int) -> None:
@@ -26,6 +28,9 @@ def forget_versions(older: int) -> None:
         if kind in ("schema", "index") and rest and int(rest.split(" ")[0]) > known:
             del queue.SQL[name]
     del sqlite_file.SCHEMA[-older:]
+    # It does not look at its store, which may have no table for an identity.
+    PostgresLedger.outlives = False
+    SqliteLedger.outlives = False
 
 
 async def serve(url: str, ended: threading.Event) -> None:

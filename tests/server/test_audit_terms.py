@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.calls import call, error, make_app, result
+from tests.calls import batch, call, error, make_app, read, result
 from tests.cli import invoke
-from wirecall import App, UsageError
+from wirecall import App, RpcError, UsageError, connect
 from wirecall.audit import Audit, AuditEntry, kept_files, verify
 
 
@@ -73,6 +73,36 @@ async def test_required_trail_refuses_a_command_whose_line_cannot_be_written(
     assert effects == [1]
     assert [line["outcome"] for line in lines(trail)] == ["begun", "ok"]
     assert verify(trail).ok
+
+
+async def test_required_trail_refuses_entries_tools_and_transactions(
+    trail: Path, full_disk: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    effects: list[str] = []
+    app = make_app(audit=f"file:{trail}?required", ledger=f"sqlite:{tmp_path}/ledger.db")
+    app.command(name="entry")(lambda: effects.append("entry"))
+    app.command(name="bound", on_crash="transactional")(lambda: effects.append("bound"))
+    app.tool(name="tool")(lambda: effects.append("tool"))
+
+    async def ask() -> list[int]:
+        entries = batch(call("entry", key="a"), call("entry", id=2))
+        codes = [each.get("error", {}).get("code", 0) for each in read(await app.handle(entries))]
+        answer = read(await app.handle(call("bound", key="b")))
+        codes.append(answer.get("error", {}).get("code", 0))
+        async with connect(app, protocol="mcp") as client:
+            try:
+                await client.call_tool("tool", {})
+                codes.append(0)
+            except RpcError as refused:
+                codes.append(refused.code)
+        return codes
+
+    async with app:
+        assert await ask() == [50311] * 4
+        assert effects == []
+        full_disk.undo()
+        assert await ask() == [0] * 4
+    assert effects == ["entry", "entry", "bound", "tool"]
 
 
 def test_required_trail_refuses_a_command_without_a_loop(

@@ -22,6 +22,8 @@ import os
 from time import monotonic
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from wirecall.aio import has_loop, start
 from wirecall.errors import LedgerUnavailable, OutcomeUnknown
 from wirecall.ledger.base import Ledger, LedgerDown, Record, RecordId, Seen, State, Token
@@ -54,10 +56,7 @@ NAMED = 50
 # No ledger has this number.
 _NEVER = 0
 
-
-def clock() -> float:
-    """Return the time by this process's clock, in seconds."""
-    return monotonic()
+clock = monotonic
 
 
 class LedgerState(enum.Enum):
@@ -113,7 +112,7 @@ class _Known(NamedTuple):
     history: str
 
 
-class _Done(NamedTuple):
+class _Done(Struct, frozen=True, gc=False):
     """A command that this process has acknowledged."""
 
     token: Token
@@ -143,7 +142,7 @@ class Witness:
         self._settles_at = 0.0
         # The history of the store that is in doubt.
         self._doubted = ""
-        self._reported_at = 0.0
+        self._reports_at = 0.0
         self._looking: asyncio.Task[None] | None = None
         self._name = os.urandom(8).hex()
 
@@ -280,9 +279,8 @@ class Witness:
         kind = self._contradiction(seen, found, known)
         has_moved = seen.history != known.history
         lost: list[Lost] = []
-        if kind is not None or has_moved or self.state is LedgerState.SUSPECT:
-            lost = await self._missing(ledger, self._acknowledged())
-        elif await self._missing(ledger, self._newest()):
+        asks_all = kind is not None or has_moved or self.state is LedgerState.SUSPECT
+        if asks_all or await self._missing(ledger, self._newest()):
             lost = await self._missing(ledger, self._acknowledged())
         if lost and kind is None:
             kind = "lost"
@@ -381,7 +379,7 @@ class Witness:
         self.doubt = doubt
         if before is not None and before.lost == doubt.lost and before.kind == doubt.kind:
             return
-        self._reported_at = 0.0
+        self._reports_at = 0.0
         logger.error(
             "the ledger is not as this process knew it (%s): expected %s, found %s; commands are "
             "refused until an operator accepts it: wirecall ledger accept",
@@ -396,14 +394,14 @@ class Witness:
     async def _report(self, ledger: Ledger) -> None:
         """Write the doubt into the store, for the other processes and the operator."""
         now = clock()
-        if self.doubt is None or now < self._reported_at + REPORT_EVERY and self._reported_at:
+        if self.doubt is None or now < self._reports_at:
             return
         try:
             await report(ledger, self._name, self.doubt)
         except LedgerDown as error:  # it may be a replica
             logger.warning("the doubt about the ledger was not written: %s", error)
             return
-        self._reported_at = now
+        self._reports_at = now + REPORT_EVERY
 
     async def _restore(self, ledger: Ledger, seen: Seen, found: Identity) -> None:
         """Record the lost commands of this process as unknown: the operator may not know them."""

@@ -510,7 +510,7 @@ class Ledger(Protocol):
     # The store outlives its processes, so it may come back as another one.
     outlives: bool
 
-    # It changes whenever the ledger has connected to its store: another store may answer since.
+    # It changes when the ledger has connected to its store: another store may answer since.
     reached: int
 
     async def claim(self, claim: Claim) -> Record:

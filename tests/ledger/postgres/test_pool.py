@@ -68,6 +68,8 @@ async def test_transactions_are_busy_where_no_connection_becomes_free(
     late = Held(store, **options)
     late.app.ledger = held.app.ledger  # type: ignore[method-assign]  # one pool
     async with held.app, asyncio.timeout(PATIENCE):
+        # The first command of an app also looks at the store.
+        assert result(await late.app.handle(call("plain", key="first"))) == 2
         calls = [
             asyncio.create_task(held.app.handle(call("hold", key=f"k{number}")))
             for number in range(POOL)

@@ -200,6 +200,8 @@ class PostgresLedger:
         self._listening = listening or conninfo
         self._size = size
         self.reached = new_reach()
+        # The server that the last connection led to.
+        self._history = ""
         self._place: _LoopState | None = None
         self._closed = False
 
@@ -464,9 +466,11 @@ class PostgresLedger:
             await anext(here.connections.lifetime)
         return here
 
-    def _reach(self) -> None:
-        """Called when a connection was made."""
-        self.reached = new_reach()
+    def _reach(self, history: str) -> None:
+        """Called when a connection was made: another server may answer since."""
+        if history == "" or history != self._history:
+            self.reached = new_reach()
+        self._history = history
 
 
 class _LoopState:

@@ -910,11 +910,12 @@ INSERT INTO wirecall.marks VALUES (%(channel)s, %(name)s, %(content)s, clock_tim
 ON CONFLICT (channel, name) DO NOTHING
 
 -- name: see
--- The identity, the highest fence, and which server answers since when. Another timeline follows a failover.
+-- The identity, the highest fence, and which server answers.
 SELECT (SELECT content FROM wirecall.marks WHERE channel = %(channel)s AND name = %(name)s),
-    coalesce(pg_sequence_last_value('wirecall.fence'), 0),
-    CASE WHEN pg_is_in_recovery() THEN '' ELSE substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8) END
-        || ' ' || extract(epoch FROM pg_postmaster_start_time())::text
+    coalesce(pg_sequence_last_value('wirecall.fence'), 0), {history}
+
+-- name: history
+SELECT {history}
 
 -- name: send
 SELECT pg_notify(%(channel)s, %(message)s)

@@ -82,7 +82,15 @@ T = TypeVar("T")
 
 encode = json.Encoder().encode
 
+# Which server answers, and since when. Another timeline follows a failover.
+HISTORY = (
+    "CASE WHEN pg_is_in_recovery() THEN '' "
+    "ELSE substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8) END "
+    "|| ' ' || extract(epoch FROM pg_postmaster_start_time())::text"
+)
+
 _CONSTANTS = {
+    "history": HISTORY,
     "max_attempts": MAX_ATTEMPTS,
     "forever": 1e10,
     "burial": TOMBSTONE_FACTOR - 1,
@@ -209,8 +217,8 @@ def is_alive(connection: Connection) -> bool:
 class Connections:
     """A pool for one event loop, and the tasks that use it. It is closed when the loop ends."""
 
-    def __init__(self, conninfo: str, size: int, made: Callable[[], None]) -> None:
-        """`made` is called for each new connection."""
+    def __init__(self, conninfo: str, size: int, reached: Callable[[str], None]) -> None:
+        """`reached` is called for each new connection, with the server at its other end."""
         self.lifetime = self._live()
         self._conninfo = conninfo
         self._made: WeakSet[Connection] = WeakSet()
@@ -250,7 +258,11 @@ class Connections:
                     raise
                 connections._trouble = None
                 connections._made.add(connection)
-                made()
+                try:
+                    ((history,),) = await rows_of(connection, SQL["history"])
+                except psycopg.Error:
+                    history = ""  # the server ended it already
+                reached(history)
                 return connection
 
         # One worker, since a crowd of attempts keeps a server down.
