@@ -670,6 +670,7 @@ class App(Declarations):
         workers: int = 1,
         grace: float = 10.0,
         drain: float | None = None,
+        certificate: "tuple[str, str] | None" = None,
     ) -> None:
         """Serve until a signal stops it.
 
@@ -678,7 +679,8 @@ class App(Declarations):
         before each message, as language servers have it; HTTP does not need it. `allow_remote` lets
         TCP serve other machines, whose callers are anonymous. `drain` is for HTTP: so many seconds
         after SIGTERM the server is not ready and still serves, so that load balancers send requests
-        elsewhere. By default 5 in production, and 0 in development.
+        elsewhere. By default 5 in production, and 0 in development. `certificate` names the files
+        of a certificate and its key, in PEM, for HTTPS.
         """
         if transport not in ("stdio", "http", "tcp", "unix"):
             raise UsageError(
@@ -741,6 +743,7 @@ class App(Declarations):
                 workers=workers,
                 grace=grace,
                 drain=drain,
+                certificate=None if certificate is None else run_http.Certificate(*certificate),
                 listening=announce,
                 succession=self._joined_succession(),
             )

@@ -233,6 +233,11 @@ def serve_command(
     elif tcp is not None:
         host, port = host_and_port(tcp, "--tcp 127.0.0.1:8421")
     app = named(target, config).app()
+    certificate = None
+    scheme = "http"
+    if config.get("server.certificate"):
+        certificate = config.get("server.certificate"), config.get("server.key")
+        scheme = "https"
     auth = None
     if stated := config.section("auth"):
         from wirecall.auth import Jwt
@@ -264,7 +269,7 @@ def serve_command(
         log_calls(log)
         address: str = way
         if way == "http":
-            address = f"http://{host}:{port}"
+            address = f"{scheme}://{host}:{port}"
         is_successor = succession is not None and succession.predecessor is not None
         with watching.of(
             app,
@@ -275,7 +280,7 @@ def serve_command(
         ):
             if way == "http":
                 served = {name: how[name] for name in ("server", "workers", "grace", "drain")}
-                app.run("http", host=host, port=port, **served)
+                app.run("http", host=host, port=port, certificate=certificate, **served)
             else:
                 app.run(
                     way,
