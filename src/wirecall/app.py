@@ -108,7 +108,7 @@ ORIGIN = r"(?i)\*|null|[a-z][a-z0-9+.-]*://[^\s/]+/?", '"https://app.example.com
 
 # Seconds in which a server is not ready and still serves after SIGTERM. Balancers ask `/readyz` every
 # second or two.
-_DRAIN: dict[Mode, float] = {"development": 0.0, "production": 5.0}
+DRAIN: dict[Mode, float] = {"development": 0.0, "production": 5.0}
 
 # Seconds: `/readyz` asks the ledger this often at most, and waits for the answer this long.
 ASK_EVERY = 1.0
@@ -732,7 +732,7 @@ class App(Declarations):
             self._is_shared = self._is_shared or workers > 1
             announce = self._announcement(run_http.print_address)
             if drain is None:
-                drain = _DRAIN[self.mode]
+                drain = DRAIN[self.mode]
             if drain < 0:
                 raise UsageError(f"drain must be 0 or more, got {drain!r}.", fix="use drain=5")
             run_http.serve(
