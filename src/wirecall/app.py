@@ -110,7 +110,7 @@ ORIGIN = r"(?i)\*|null|[a-z][a-z0-9+.-]*://[^\s/]+/?", '"https://app.example.com
 
 # Seconds in which a server is not ready and still serves after SIGTERM. Balancers ask `/readyz` every
 # second or two.
-_DRAIN: dict[Mode, float] = {"development": 0.0, "production": 5.0}
+DRAIN: dict[Mode, float] = {"development": 0.0, "production": 5.0}
 
 # Seconds: `/readyz` asks the ledger this often at most, and waits for the answer this long.
 ASK_EVERY = 1.0
@@ -739,6 +739,7 @@ class App(Declarations):
         workers: int = 1,
         grace: float = 10.0,
         drain: float | None = None,
+        certificate: "tuple[str, str] | None" = None,
     ) -> None:
         """Serve until a signal stops it.
 
@@ -747,7 +748,8 @@ class App(Declarations):
         before each message, as language servers have it; HTTP does not need it. `allow_remote` lets
         TCP serve other machines, whose callers are anonymous. `drain` is for HTTP: so many seconds
         after SIGTERM the server is not ready and still serves, so that load balancers send requests
-        elsewhere. By default 5 in production, and 0 in development.
+        elsewhere. By default 5 in production, and 0 in development. `certificate` names the files
+        of a certificate and its key, in PEM, for HTTPS.
         """
         if transport not in ("stdio", "http", "tcp", "unix"):
             raise UsageError(
@@ -799,7 +801,7 @@ class App(Declarations):
             self._is_shared = self._is_shared or workers > 1
             announce = self._announcement(run_http.print_address)
             if drain is None:
-                drain = _DRAIN[self.mode]
+                drain = DRAIN[self.mode]
             if drain < 0:
                 raise UsageError(f"drain must be 0 or more, got {drain!r}.", fix="use drain=5")
             run_http.serve(
@@ -810,6 +812,7 @@ class App(Declarations):
                 workers=workers,
                 grace=grace,
                 drain=drain,
+                certificate=None if certificate is None else run_http.Certificate(*certificate),
                 listening=announce,
                 succession=self._joined_succession(),
             )

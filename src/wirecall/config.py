@@ -340,6 +340,8 @@ SETTINGS: dict[str, Setting] = {
     ),
     "server.grace": Setting(_Seconds, _SECONDS, 10, 10.0),
     "server.drain": Setting(_Pause, "a number of seconds, 0 or more", 5),
+    "server.certificate": Setting(_Text, "a string", "tls/server.pem", relative=_relative_path),
+    "server.key": Setting(_Text, "a string", "tls/server.key", relative=_relative_path),
     "server.secret": Setting(
         _Reference,
         "env:NAME or file:PATH",
@@ -650,6 +652,7 @@ def check_config(
     reading.check_workers()
     reading.check_auth()
     reading.check_secrets()
+    reading.check_certificate()
     reading.problems.sort(key=lambda each: each.line or 0)
     config = Config(reading.found, reading.values, reading.members, frozenset(reading.wrong))
     return config, reading.problems
@@ -848,6 +851,19 @@ class _Reading:
         fix = 'use a ledger that processes share: "sqlite:PATH", "redis://...", "postgresql://..."'
         line = self._line_of("server.workers")
         self.problems.append(Problem(workers.origin, what, fix, line))
+
+    def check_certificate(self) -> None:
+        """Report a certificate without its key, or a key without its certificate."""
+        for place, other in (
+            ("server.certificate", "server.key"),
+            ("server.key", "server.certificate"),
+        ):
+            if self.values[place].value is None or self.values[other].value is not None:
+                continue
+            fix = SETTINGS[other].line(other.partition(".")[2])
+            line = self._line_of(place)
+            problem = Problem(self.values[place].origin, f"{place} needs {other}", fix, line)
+            self.problems.append(problem)
 
     def check_secrets(self) -> None:
         """Report a secret that only opens, beside none that seals."""

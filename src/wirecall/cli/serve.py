@@ -50,7 +50,9 @@ from wirecall.limits import Limits
 from wirecall.transports.workers import stopping_signals, unused_signals
 
 if TYPE_CHECKING:
+    from wirecall.auth import Jwt
     from wirecall.transports.framing import FramingName
+    from wirecall.transports.succession import Succession
 
 ADDRESS = SETTINGS["server.http"].default
 GRACE = SETTINGS["server.grace"].default
@@ -224,11 +226,7 @@ def serve_command(
     """
     way = _transport(stdio, tcp, unix, given)
     _check_transport(way, framing, allow_remote)
-    succession = None
-    if way == "http" and not dev and not IS_PORTABLE:
-        from wirecall.transports.succession import Succession
-
-        succession = Succession(os.environ)
+    succession = _succession(way, dev=dev)
     config = load_config(flags=flags_of(given["ledger"]))
     how = _settings(given, config)
     from_flags = _stated(given, audit, limits, watching)
@@ -241,11 +239,7 @@ def serve_command(
     elif tcp is not None:
         host, port = host_and_port(tcp, "--tcp 127.0.0.1:8421")
     app = named(target, config).app()
-    auth = None
-    if stated := config.section("auth"):
-        from wirecall.auth import Jwt
-
-        auth = Jwt(**stated)
+    certificate = _certificate(config)
     try:
         app.configure(
             ledger=how["ledger"],
@@ -257,7 +251,7 @@ def serve_command(
             single_user=how["single_user"],
             batch_tool=how["batch_tool"],
             stream=config.get("server.stream"),
-            auth=auth,
+            auth=_auth(config),
             secret=secrets_of(config) or None,
             dev=dev,
             succession=succession,
@@ -272,19 +266,18 @@ def serve_command(
         log_calls(log)
         address: str = way
         if way == "http":
-            address = f"http://{host}:{port}"
-        is_successor = succession is not None and succession.predecessor is not None
+            address = f"{'http' if certificate is None else 'https'}://{host}:{port}"
         with watching.of(
             app,
             target=named(target, config).text,
             address=address,
             audit=audit,
             settings=settings_in_force(config, from_flags),
-            is_successor=is_successor,
+            is_successor=succession is not None and succession.predecessor is not None,
         ):
             if way == "http":
                 served = {name: how[name] for name in ("server", "workers", "grace", "drain")}
-                app.run("http", host=host, port=port, **served)
+                app.run("http", host=host, port=port, certificate=certificate, **served)
             else:
                 app.run(
                     way,
@@ -305,6 +298,32 @@ def serve_command(
             succession.close()
     if succession is not None:
         succession.keep()
+
+
+def _succession(way: str, *, dev: bool) -> "Succession | None":
+    """Return what lets SIGHUP replace this process, if it serves HTTP."""
+    if way != "http" or dev or IS_PORTABLE:
+        return None
+    from wirecall.transports.succession import Succession  # late: other servers do not need it
+
+    return Succession(os.environ)
+
+
+def _certificate(config: Config) -> tuple[str, str] | None:
+    """Return the files of the certificate and its key, if the server speaks TLS."""
+    if config.get("server.certificate") is None:
+        return None
+    return config.get("server.certificate"), config.get("server.key")
+
+
+def _auth(config: Config) -> "Jwt | None":
+    """Return the rules about tokens in wirecall.toml."""
+    stated = config.section("auth")
+    if not stated:
+        return None
+    from wirecall.auth import Jwt  # late: few servers need it
+
+    return Jwt(**stated)
 
 
 def _settings(given: Mapping[str, Any], config: Config) -> dict[str, Any]:

@@ -155,8 +155,6 @@ class HttpServer:
         task = self._active[request] = asyncio.current_task()
         if self.arrivals.handed:
             self._note_connection(request)
-        if self._is_draining:
-            request.add_headers([CLOSE])
         ids = None
         fields = request.headers.first
         if "x-request-id" in fields or "traceparent" in fields:
@@ -219,6 +217,8 @@ class HttpServer:
 
     def _admit(self, request: HttpRequest) -> Endpoint:
         """Return the endpoint of a request that is acceptable, or raise HttpError."""
+        if self._is_draining:
+            request.add_headers([CLOSE])
         headers = request.headers
         # An application may mount this one a second time, at the well-known path of its host.
         if request.root and request.root + request.path in self._open:

@@ -93,7 +93,7 @@ class Keeper:
             wait_for(self._words(), 0.1)
             while self._unused:
                 log_unused(self._unused.pop())
-            self._leaving = [each for each in self._leaving if not each.has_ended()]
+            self._forget_ended()
             if self._is_stopping:
                 if self._have_ended():
                     return self._code()
@@ -133,7 +133,16 @@ class Keeper:
         self._kept.leave()
         self._leaving.append(self._kept)
         self._kept = Kept(successor.process.pid, successor.word, successor.process)
-        note_success(self._kept.pid)
+
+    def _forget_ended(self) -> None:
+        ended = [each for each in self._leaving if each.has_ended()]
+        if not ended:
+            return
+        self._leaving = [each for each in self._leaving if each not in ended]
+        for each in ended:
+            each.word.close()
+        if not self._leaving:
+            note_success(self._kept.pid)
 
     def _hang_up(self, *_: object) -> None:
         if self._had_terminal and not has_terminal():

@@ -22,13 +22,15 @@ import errno
 import logging
 import os
 import socket
+import ssl
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from wirecall.errors import UsageError
 from wirecall.limits import Limits
@@ -45,6 +47,25 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
     from wirecall.transports.succession import Succession
+
+
+class Certificate(NamedTuple):
+    """The files with which a server speaks TLS: its certificates, its own first, and its key."""
+
+    file: str
+    key: str
+
+    def check(self) -> None:
+        """UsageError if the files cannot be used."""
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.file, self.key)
+        except OSError as error:
+            raise UsageError(
+                f"The certificate {self.file} cannot be used with the key {self.key}.",
+                str(error.strerror or error),
+                "name the files of one certificate and its key, in PEM, which this user can read",
+            ) from None
+
 
 ServerName: TypeAlias = Literal["granian", "granian-asgi", "uvicorn"]
 # Called once, when connections are accepted.
@@ -70,6 +91,7 @@ def serve(
     workers: int = 1,
     grace: float = GRACE,
     drain: float = 0.0,
+    certificate: Certificate | None = None,
     listening: Callable[[str, str], None] = print_address,
     succession: "Succession | None" = None,
 ) -> None:
@@ -89,9 +111,14 @@ def serve(
         predecessor = succession.predecessor
         succession.plan.patience = drain + grace
         port = succession.plan.handover.port or port
+    if certificate is not None:
+        certificate.check()
+    work_here = partial(
+        _work, app, host, server=server, grace=grace, drain=drain, certificate=certificate
+    )
     with bind(host, port, again=predecessor is not None) as kept:
         address, number = kept.getsockname()[:2]
-        url = _url(kept)
+        url = _url(kept, "https" if certificate else "http")
 
         def are_serving() -> None:
             listening(url, how)
@@ -99,7 +126,7 @@ def serve(
                 succession.serving(number)
 
         if workers == 1:
-            _work(app, host, kept, server, grace, drain, are_serving, succession=succession)
+            work_here(kept, serving=are_serving, succession=succession)
             return
 
         def work(serving: Serving) -> None:
@@ -109,7 +136,7 @@ def serve(
             # socket that all workers share, the worker that wakes first accepts every pending
             # connection: 64 at once went to one of four.
             with bind(address, number, again=True) as own:
-                _work(app, host, own, server, grace, drain, serving, parent_process())
+                work_here(own, serving=serving, parent=parent_process())
 
         Workers(work, workers, drain + grace, are_serving, succession).run()
 
@@ -167,11 +194,11 @@ def _described(server: ServerName, loop: str) -> str:
     return f"{package} ({interface}, {loop})"
 
 
-def _url(bound: socket.socket) -> str:
+def _url(bound: socket.socket, scheme: str = "http") -> str:
     host, port = bound.getsockname()[:2]
     if ":" in host:
         host = f"[{host}]"
-    return f"http://{host}:{port}"
+    return f"{scheme}://{host}:{port}"
 
 
 async def serve_until(
@@ -181,6 +208,7 @@ async def serve_until(
     server: ServerName = "granian",
     grace: float = GRACE,
     drain: float = 0.0,
+    certificate: Certificate | None = None,
     stop: asyncio.Event | None = None,
     serving: Serving = lambda: None,
     signals: bool = True,
@@ -193,7 +221,7 @@ async def serve_until(
     """
     stop = stop or asyncio.Event()
     app.is_loopback = is_loopback(bound.getsockname()[0])
-    front = FRONTS[server](app, bound)
+    front = FRONTS[server](app, bound, certificate)
     await app.open()
     caught = Signals(stop, is_worker=is_worker)
     running = asyncio.create_task(front.serve(serving))
@@ -274,9 +302,11 @@ def _work(
     app: "HttpServer | Callable[[], HttpServer]",
     host: str,
     bound: socket.socket,
+    *,
     server: ServerName,
     grace: float,
     drain: float,
+    certificate: Certificate | None,
     serving: Serving,
     parent: "BaseProcess | None" = None,
     succession: "Succession | None" = None,
@@ -320,6 +350,7 @@ def _work(
                 server=server,
                 grace=grace,
                 drain=drain,
+                certificate=certificate,
                 stop=stop,
                 serving=serving,
                 is_worker=parent is not None,
@@ -424,8 +455,15 @@ class Granian:
     # It does not wait for open WebSockets when it stops.
     drops_sockets = True
 
-    def __init__(self, app: HttpServer, bound: socket.socket, *, native: bool = True) -> None:
-        from granian.constants import HTTPModes, Interfaces
+    def __init__(
+        self,
+        app: HttpServer,
+        bound: socket.socket,
+        certificate: Certificate | None = None,
+        *,
+        native: bool = True,
+    ) -> None:
+        from granian.constants import HTTPModes, Interfaces, SSLProtocols
         from granian.http import HTTP1Settings
         from granian.log import LogLevels
         from granian.server.embed import Server
@@ -436,6 +474,13 @@ class Granian:
         # Without the list of its files, RSGI cannot wait for a slow client (`rsgi`).
         if native and FILES:
             interface = Interfaces.RSGI
+        tls: dict[str, Any] = {}
+        if certificate is not None:
+            tls = {
+                "ssl_cert": Path(certificate.file),
+                "ssl_key": Path(certificate.key),
+                "ssl_protocol_min": SSLProtocols.tls12,
+            }
         log = _GRANIAN_LOG
         if is_json():
             log = _GRANIAN_LOG | _GRANIAN_JSON
@@ -454,6 +499,7 @@ class Granian:
             # Else it warns about itself, and reports every client that leaves.
             log_level=LogLevels.error,
             log_dictconfig=log,
+            **tls,
         )
 
     async def serve(self, serving: Serving) -> None:
@@ -565,7 +611,9 @@ class Uvicorn:
 
     drops_sockets = False
 
-    def __init__(self, app: HttpServer, bound: socket.socket) -> None:
+    def __init__(
+        self, app: HttpServer, bound: socket.socket, certificate: Certificate | None = None
+    ) -> None:
         import uvicorn
 
         class Quiet(uvicorn.Server):
@@ -577,6 +625,9 @@ class Uvicorn:
         self._bound = bound
         # By address and port of the client.
         self._connections: dict[tuple[object, ...], HeaderLimit] = {}
+        tls: dict[str, Any] = {}
+        if certificate is not None:
+            tls = {"ssl_certfile": certificate.file, "ssl_keyfile": certificate.key}
         config = uvicorn.Config(
             self._request,
             loop="asyncio",
@@ -594,6 +645,7 @@ class Uvicorn:
             server_header=False,
             proxy_headers=False,
             h11_max_incomplete_event_size=2 * app.limits.header_bytes,
+            **tls,
         )
         config.load()
         config.http_protocol_class = self._watched(config.http_protocol_class)
@@ -744,7 +796,7 @@ class HeaderLimit:
 
 # Both serve until `stop`, which stops accepting, and until every connection has ended; `cut` ends
 # them.
-FRONTS: dict[str, Callable[[HttpServer, socket.socket], Granian | Uvicorn]] = {
+FRONTS: dict[str, Callable[[HttpServer, socket.socket, Certificate | None], Granian | Uvicorn]] = {
     "granian": Granian,
     "granian-asgi": partial(Granian, native=False),
     "uvicorn": Uvicorn,
