@@ -21,7 +21,7 @@ from tests.console.samples import parsed
 from tests.gateway.fronts import counter
 from tests.gateway.process import settings
 from tests.ports import free_port
-from wirecall.console.metrics import METRICS
+from wirecall.console.metrics import LABELS, METRICS
 from wirecall.files import IS_PORTABLE
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -138,6 +138,19 @@ def samples(machine: Machine) -> dict[str, list[dict[str, str]]]:
         for name, several in parsed(each.scrape()).items():
             found.setdefault(name, []).extend(labels for labels, _ in several)
     return found
+
+
+def test_metrics_page_has_every_metric_with_its_labels() -> None:
+    found = {
+        name: (kind, tuple(re.findall(r"`(\w+)`", labels)), text)
+        for name, kind, labels, text in re.findall(
+            r"^\| `(wirecall_\w+)` \| (\w+) \| ([^|]*) \| ([^|]+) \|$",
+            OPERATING.read_text(),
+            re.MULTILINE,
+        )
+    }
+    stated = {name: (kind, LABELS.get(name, ()), text) for name, (kind, text) in METRICS.items()}
+    assert found == stated
 
 
 def test_every_metric_is_among_the_samples_of_servers(

@@ -492,7 +492,9 @@ def test_page_audit_exports_every_line_that_fits(looker: Looker, console: Consol
 
 
 def test_page_call_shows_its_log_and_its_repetitions(looker: Looker, console: Console) -> None:
-    page = looker.open(console, "/calls/a1b2c3-3")
+    page = looker.open(console)
+    page.goto(f"{console.url}/calls/a1b2c3-3")
+    page.locator(".live", has_text="live").wait_for()
     page.locator("table.log tbody tr").nth(1).wait_for()
     assert page.locator("table.log tbody tr").last.locator("td").all_inner_texts()[1:] == [
         "WARNING",

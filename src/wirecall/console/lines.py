@@ -1,7 +1,7 @@
 """The last log records that calls of this process made, for the page of a call.
 
-A handler at the root logger would keep Python from printing warnings by itself, and keep
-`logging.basicConfig` from working. So the records are seen where they are made. A record of a
+With a handler at the root logger, Python would not print warnings without a handler of the
+program, and `logging.basicConfig` would do nothing. So the records are seen where they are made. A record of a
 logger that is switched off is never made.
 """
 
