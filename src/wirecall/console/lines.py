@@ -1,8 +1,8 @@
 """The last log records that calls of this process made, for the page of a call.
 
-With a handler at the root logger, Python would not print warnings without a handler of the
-program, and `logging.basicConfig` would do nothing. So the records are seen where they are made. A record of a
-logger that is switched off is never made.
+With a handler at the root logger, Python would not print the warnings of a program that has set up
+none, and `logging.basicConfig` would do nothing. So the records are seen where they are made. A
+record of a logger that is switched off is never made.
 """
 
 import logging

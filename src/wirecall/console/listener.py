@@ -376,6 +376,8 @@ def shortened(value: Any) -> Any:
     for name, member in value.items():
         if name in HIDDEN and isinstance(member, str):
             made[name] = _short(member)
+        elif name == "commands":
+            made[name] = {}  # each of them has the key
         else:
             made[name] = shortened(member)
     return made
