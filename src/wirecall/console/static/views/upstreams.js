@@ -1,7 +1,7 @@
 /** Upstreams: the servers behind a gateway. */
 
 import { document_of } from "../api.js";
-import { html, nothing } from "../lit-html.js";
+import { html } from "../lit-html.js";
 import { age, duration, number, short, visible } from "../text.js";
 import { command, empty, loaded } from "../ui.js";
 
