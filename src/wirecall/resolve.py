@@ -2,8 +2,8 @@
 
 1. Only a record whose outcome is unknown can be settled. A committed run whose lease is over counts
    as unknown.
-2. The person states a reason of 10 to 500 characters. The page of the console asks for the last
-   characters of the key too; who has typed the whole key has named the record already.
+2. The person states a reason of 10 to 500 characters, and the last characters of the key. A person
+   who has typed the whole key has stated them.
 3. The request carries the fence and the state that the person has seen. The store compares them in
    the same step in which it changes the record. If another person or the late outcome was faster,
    nothing is overwritten.

@@ -277,7 +277,7 @@ class ScriptedSource:
             "lines": self.lines.get(id, []),
             "can_try": not self.servers,
             "commands": {
-                "cli": f"wirecall call http://127.0.0.1:8420/rpc {found['method']}",
+                "cli": f"wirecall call http://127.0.0.1:8420/rpc {found['method']} --key {found['key']}",
                 "python": "await client.call(...)",
                 "curl": "curl http://127.0.0.1:8420/rpc",
                 "json": "{}",

@@ -21,7 +21,7 @@ from tests.console.samples import parsed
 from tests.gateway.fronts import counter
 from tests.gateway.process import settings
 from tests.ports import free_port
-from wirecall.console.metrics import METRICS
+from wirecall.console.metrics import LABELS, METRICS
 from wirecall.files import IS_PORTABLE
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -140,6 +140,19 @@ def samples(machine: Machine) -> dict[str, list[dict[str, str]]]:
     return found
 
 
+def test_metrics_page_has_every_metric_with_its_labels() -> None:
+    found = {
+        name: (kind, tuple(re.findall(r"`(\w+)`", labels)), text)
+        for name, kind, labels, text in re.findall(
+            r"^\| `(wirecall_\w+)` \| (\w+) \| ([^|]*) \| ([^|]+) \|$",
+            OPERATING.read_text(),
+            re.MULTILINE,
+        )
+    }
+    stated = {name: (kind, LABELS.get(name, ()), text) for name, (kind, text) in METRICS.items()}
+    assert found == stated
+
+
 def test_every_metric_is_among_the_samples_of_servers(
     samples: dict[str, list[dict[str, str]]],
 ) -> None:
@@ -148,11 +161,14 @@ def test_every_metric_is_among_the_samples_of_servers(
     assert stated | parts == set(samples)
 
 
-@pytest.mark.parametrize("name", sorted(expressions()))
-def test_expression_asks_for_metrics_and_labels_that_exist(
-    samples: dict[str, list[dict[str, str]]], name: str
+def test_expressions_ask_for_metrics_and_labels_that_exist(
+    samples: dict[str, list[dict[str, str]]],
 ) -> None:
-    expression = expressions()[name]
+    for expression in expressions().values():
+        _check(expression, samples)
+
+
+def _check(expression: str, samples: dict[str, list[dict[str, str]]]) -> None:
     metrics, labels, matchers = names_in(expression)
     assert metrics, expression
     assert metrics <= set(samples) | OWN, expression
@@ -294,7 +310,8 @@ def runbook() -> list[str]:
     """Return the commands of the runbook, in their order."""
     text = OPERATING.read_text().partition("## When you are woken\n")[2].partition("\n## ")[0]
     blocks = re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [line for block in blocks for line in block.splitlines()]
+    # Two sections may have the same command.
+    return list(dict.fromkeys(line for block in blocks for line in block.splitlines()))
 
 
 # What an operator reads in the output, and the exit code if it is not 0.

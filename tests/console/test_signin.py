@@ -12,6 +12,7 @@ import pytest
 
 from tests.console.browser import Console
 from tests.console.scripted import ScriptedSource
+from tests.console.shop import servers
 from wirecall.console.listener import open_listener, shortened
 from wirecall.console.signin import ATTEMPTS, LINK_LIFE, SESSION_LIFE, SignIn, TooMany
 from wirecall.console.source import ListenerSettings
@@ -122,7 +123,7 @@ REFUSED: dict[str, tuple[dict[str, str | None], int]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("path", ["/now.json", "/feed"])
+@pytest.mark.parametrize("path", ["/now.json", "/feed", "/audit.ndjson"])
 def test_signin_reading_is_refused(signed: Browser, path: str, name: str) -> None:
     changed, expected = REFUSED[name]
     assert signed.ask("GET", "/now.json")[0] == 200
@@ -199,7 +200,8 @@ def readonly(source: ScriptedSource) -> Iterator[Browser]:
 
 def test_console_readonly_refuses_actions(readonly: Browser, source: ScriptedSource) -> None:
     record = next(iter(source.records))
-    for path in ("/methods/price/try", f"/ledger/{record}/resolve", "/capture"):
+    paths = ("/methods/price/try", f"/ledger/{record}/resolve", "/capture")
+    for path in (*paths, "/upstreams/github/probe"):
         status, _, document = readonly.ask("POST", path, {})
         assert (status, document["error"]["type"]) == (403, "role"), path
     assert readonly.ask("GET", "/calls.json")[0] == 200
@@ -215,6 +217,35 @@ def test_console_readonly_shortens_callers_and_keys(readonly: Browser) -> None:
     }
 
 
+def test_console_readonly_exports_and_shows_no_whole_key(readonly: Browser) -> None:
+    exported = readonly.ask("GET", "/audit.ndjson?filter=order-12")[2]
+    (line,) = map(json.loads, exported.splitlines())
+    assert line["key"] == "ord…-12"
+    page = readonly.ask("GET", "/calls/a1b2c3-49.json")[2]
+    assert page["row"]["key"] == "ord…ice"
+    assert "order-7-invoice" not in json.dumps(page)
+
+
+def test_console_export_has_the_bytes_of_the_trail(signed: Browser, source: ScriptedSource) -> None:
+    status, fields, exported = signed.ask("GET", "/audit.ndjson")
+    assert (status, fields["content-type"]) == (200, "application/x-ndjson")
+    assert fields["content-disposition"] == 'attachment; filename="audit.jsonl"'
+    assert fields["cache-control"] == "no-store"
+    assert [json.loads(line) for line in exported.splitlines()] == source.trail
+    assert source.actions[-1][1:] == ("export", "audit", "ok")
+    source.trail.clear()
+    status, _, document = signed.ask("GET", "/audit.ndjson")
+    assert (status, document["error"]["type"]) == (404, "not_found")
+
+
+def test_console_probe_of_an_upstream_is_noted(signed: Browser, source: ScriptedSource) -> None:
+    source.servers = servers()
+    status, _, document = signed.ask("POST", "/upstreams/calendar/probe", {})
+    assert status == 200 and not document["ok"]
+    assert source.actions[-1][1:] == ("probe", "calendar", "ok")
+    assert signed.ask("POST", "/upstreams/nothing/probe", {})[0] == 404
+
+
 def test_console_numbers_in_addresses_are_checked(signed: Browser) -> None:
     status, _, document = signed.ask("GET", "/calls.json?limit=many")
     assert status == 400
@@ -224,6 +255,7 @@ def test_console_numbers_in_addresses_are_checked(signed: Browser) -> None:
 
 def test_console_twin_of_every_page(signed: Browser, source: ScriptedSource) -> None:
     record = next(iter(source.records))
+    source.servers = servers()
     for path in (
         *(
             "/now",
@@ -234,6 +266,7 @@ def test_console_twin_of_every_page(signed: Browser, source: ScriptedSource) -> 
             f"/ledger/{record}",
         ),
         *("/methods", "/methods/charge", "/methods/charge/try", "/audit", "/settings"),
+        *("/upstreams", "/upstreams/github"),
     ):
         status, fields, document = signed.ask("GET", f"{path}.json")
         assert (status, fields["content-type"]) == (200, "application/json"), path

@@ -69,7 +69,7 @@ class Numbers(Struct):
     queued: int = 0
     methods: dict[str, MethodTotals] = {}
     trips: dict[str, Trip] = {}
-    # The state of each server behind a gateway; None: it is no gateway.
+    # The state of each server behind a gateway. None: it is not a gateway.
     upstreams: dict[str, JsonObject] | None = None
 
 

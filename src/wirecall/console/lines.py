@@ -1,8 +1,8 @@
 """The last log records that calls of this process made, for the page of a call.
 
-A handler at the root logger would keep Python from printing warnings by itself, and keep
-`logging.basicConfig` from working. So the records are seen where they are made. A record of a
-logger that is switched off is never made.
+With a handler at the root logger, Python would not print the warnings of a program that has set up
+none, and `logging.basicConfig` would do nothing. So the records are seen where they are made. A
+record of a logger that is switched off is never made.
 """
 
 import logging
@@ -13,6 +13,7 @@ from typing import Any
 from msgspec import Struct
 
 from wirecall.logs import CURRENT, escaped
+from wirecall.logs import logger as own
 
 # Records that a process keeps, and the characters of each.
 KEPT = 1024
@@ -29,10 +30,15 @@ class Line(Struct, frozen=True, gc=False):
     text: str
 
 
-class LogLines:
-    """Keeps the records that are made while a call runs."""
+class LogLines(logging.Filter):
+    """Keeps the records that are made while a call runs.
+
+    Those of wirecall's own logger are seen where the logger filters them: they have their ids by
+    then. Those of other loggers are seen where they are made.
+    """
 
     def __init__(self) -> None:
+        super().__init__()
         self._lines: deque[Line] = deque(maxlen=KEPT)
         self._before: Callable[..., logging.LogRecord] | None = None
 
@@ -41,25 +47,33 @@ class LogLines:
         if self._before is None:
             self._before = logging.getLogRecordFactory()
             logging.setLogRecordFactory(self._make)
+            own.addFilter(self)
 
     def close(self) -> None:
         """See no more records."""
+        own.removeFilter(self)
         before = self._before
         self._before = None
         # Another library may have put its own factory in front of this one. It keeps calling it.
         if before is not None and logging.getLogRecordFactory() == self._make:
             logging.setLogRecordFactory(before)
 
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Take a record of wirecall's own logger, and let it pass."""
+        self._keep(record, getattr(record, "call_id", None))
+        return True
+
     def _make(self, *args: Any, **named: Any) -> logging.LogRecord:
         make = self._before or logging.LogRecord
         record = make(*args, **named)
         running = CURRENT.get()
-        if running is None or self._before is None:
-            return record
-        call_id = running.facts().get("call_id")
+        if running is not None and self._before is not None and record.name != own.name:
+            self._keep(record, running.facts().get("call_id"))
+        return record
+
+    def _keep(self, record: logging.LogRecord, call_id: object) -> None:
         if call_id is not None:
             self._lines.append(_line(record, str(call_id)))
-        return record
 
     def of(self, call_id: str) -> list[Line]:
         """Return the records of a call, the oldest first."""

@@ -372,10 +372,12 @@ def shortened(value: Any) -> Any:
         return [shortened(each) for each in value]
     if not isinstance(value, dict):
         return value
-    made = {}
+    made: JsonObject = {}
     for name, member in value.items():
         if name in HIDDEN and isinstance(member, str):
             made[name] = _short(member)
+        elif name == "commands":
+            made[name] = {}  # each of them has the key
         else:
             made[name] = shortened(member)
     return made

@@ -30,6 +30,7 @@ from wirecall.protocol.sender import ANYONE, Sender
 from wirecall.server.call import Call, CallTap, Frame, Handler, Mark, Shape, clock
 from wirecall.server.context import Context
 from wirecall.server.dispatch import Dispatcher, Pending, Reply
+from wirecall.server.ids import Ids
 from wirecall.server.lax import LaxDispatcher
 from wirecall.server.linking import Begin, Linking
 from wirecall.server.method import Method
@@ -128,6 +129,8 @@ class TappedDispatcher(Dispatcher):
         # The entries of the next batch are measured one by one.
         self._is_measured = True
         self._batches = count(1)
+        # The id of the call that failed last.
+        self._failed: str | None = None
         # The message that `handle` reads now. Its synchronous part runs without an interruption.
         self._mark = Mark(0.0)
         if tap.captures:
@@ -235,13 +238,20 @@ class TappedDispatcher(Dispatcher):
         position: int | None,
         error: BaseException,
     ) -> Reply:
+        self._failed = None
         reply = super()._failure(frame, message, method, position, error)
-        more = More("query", "error", started=clock())
+        # The log record of the failure has this id.
+        more = More("query", "error", started=clock(), call_id=self._failed)
         code = InternalError.CODE
         if reply is not None and not isinstance(reply, Success):
             code = reply.error.code
         self._add(frame.mark or self._mark, method.name, message.id, code, position, more)
         return reply
+
+    def _as_error(self, name: str, ids: Ids, error: BaseException, alone: bool = False) -> RpcError:
+        answer = super()._as_error(name, ids, error, alone)
+        self._failed = ids.made_call_id
+        return answer
 
     def _refused(
         self, frame: Frame, message: Message | Invalid, position: int | None, error: RpcError

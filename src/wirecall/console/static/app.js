@@ -1,7 +1,7 @@
 /** The frame around the pages: sign-in, navigation, keys, help. */
 
 import { get } from "./api.js";
-import { follow, link, numbers } from "./feed.js";
+import { follow, link, numbers, stay } from "./feed.js";
 import { html, nothing, render } from "./lit-html.js";
 import { go, route, start as startRoute } from "./route.js";
 import { askLink, reason, start as startSession, state } from "./session.js";
@@ -253,7 +253,9 @@ applied(localStorage.getItem("wc-theme"));
 startRoute();
 addEventListener("keydown", onKey);
 effect(() => {
-  if (state.value === "in" && route.value.page !== "calls") follow("");
+  if (state.value !== "in") return;
+  if (route.value.page !== "calls") follow("");
+  else if (route.value.name) stay();
 });
 effect(() => {
   render(state.value === "in" ? frame() : signIn(), document.body);

@@ -59,6 +59,11 @@ export function follow(wanted) {
   void run(open);
 }
 
+/** Follow all calls, unless some are followed: the list keeps its filter while one call is shown. */
+export function stay() {
+  if (!open) follow("");
+}
+
 /**
  * Add older rows, such as those of `calls.json`.
  * @param {Row[]} more

@@ -290,7 +290,7 @@ function arrows(entry, lines, entries, x) {
 
 function legend() {
   /** @param {string} name @param {string} over */
-  const box = (name, over = "") => html`<svg width="22" height="12" aria-hidden="true">
+  const box = (name, over = "") => html`<svg class=${over === "hatch" ? "replayed" : ""} width="22" height="12" aria-hidden="true">
     ${svg`<rect class=${`phase ${name}`} y="1" x="1" width="20" height="10"></rect>${over ? svg`<rect class="pattern" fill=${`url(#${over})`} y="1" x="1" width="20" height="10"></rect>` : nothing}`}</svg>`;
   return html`<span>${box("waited")} waited</span><span>${box("claimed", "dots")} key and checks</span>
     <span>${box("ran")} ran</span><span>${box("ran", "hatch")} replayed</span><span>${box("encoded")} recorded, encoded</span>

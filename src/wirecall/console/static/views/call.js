@@ -128,10 +128,10 @@ function phases(list, ms) {
   if (!list?.length) return html`<p class="muted">Only the whole duration is known: ${duration(ms)}.</p>`;
   const end = Math.max(...list.map((each) => each.start_ms + each.ms), 0.001);
   return html`<div class="sideways" tabindex="0" role="region" aria-label="Phases"><table class="rows phases"><caption class="quiet">Phases of the call</caption>
-    <thead><tr><th scope="col">Phase</th><th scope="col" class="right">Start</th><th scope="col" class="right">Duration</th>
+    <thead><tr><th scope="col">Phase</th><th scope="col" class="right w1">Start</th><th scope="col" class="right">Duration</th>
       <th scope="col" class="wide"><span class="quiet">Bar</span></th></tr></thead>
     <tbody>${list.map((each) => html`<tr><td>${PHASES[each.name] ?? each.name}</td>
-      <td class="right">${duration(each.start_ms)}</td><td class="right">${duration(each.ms)}</td>
+      <td class="right w1">${duration(each.start_ms)}</td><td class="right">${duration(each.ms)}</td>
       <td class="wide"><svg viewBox="0 0 300 10" preserveAspectRatio="none" aria-hidden="true">
         <rect class=${`phase ${each.name}`} x=${(each.start_ms / end) * 300} width=${Math.max((each.ms / end) * 300, 1)} height="10"></rect>
       </svg></td></tr>`)}</tbody></table></div>`;

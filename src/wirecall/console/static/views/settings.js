@@ -68,10 +68,10 @@ export function open() {
     void turn.value;
     return html`<h1 tabindex="-1">Settings</h1>
       <section><h2>This browser</h2>
-        ${select("wc-theme", "Theme", [["", "as the system"], ["light", "light"], ["dark", "dark"]])}
+        <div class="quarters">${select("wc-theme", "Theme", [["", "as the system"], ["light", "light"], ["dark", "dark"]])}
         ${select("wc-density", "Text", [["", "narrow"], ["wide", "wide"]])}
         ${select("wc-zone", "Times", [["", "of this computer"], ["utc", "UTC"]])}
-        ${select("wc-keys", "Single keys", [["", "on"], ["off", "off"]])}
+        ${select("wc-keys", "Single keys", [["", "on"], ["off", "off"]])}</div>
         <p class="actions"><button type="button" @click=${end}>Sign out</button>
           <span class="muted">You may ${role.value === "act" ? "look and act" : "look"}.</span></p>
       </section>

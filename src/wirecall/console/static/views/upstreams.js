@@ -1,7 +1,7 @@
 /** Upstreams: the servers behind a gateway. */
 
 import { document_of } from "../api.js";
-import { html, nothing } from "../lit-html.js";
+import { html } from "../lit-html.js";
 import { age, duration, number, short, visible } from "../text.js";
 import { command, empty, loaded } from "../ui.js";
 
@@ -45,7 +45,7 @@ function page(data) {
  */
 function line(each, at) {
   return html`<tr><td class="name"><a href=${`/upstreams/${encodeURIComponent(each.name)}`}>${short(each.name, 48)}</a></td>
-    <td>${health(each)} <span class="muted">for ${age(at - Date.parse(each.since) / 1000)}</span></td>
+    <td>${health(each)} <span class="muted w1">for ${age(at - Date.parse(each.since) / 1000)}</span></td>
     <td class="w1">${each.transport}</td><td class="w2">${each.revisions.join(", ") || "–"}</td>
     <td class="right">${each.in_flight}/${each.limit}</td><td class="right w1">${each.queued}</td>
     <td class="right">${each.calls ? duration(each.p95_ms) : "–"}</td><td class="right w1">${number(each.calls)}</td>
