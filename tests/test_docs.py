@@ -28,6 +28,7 @@ from tests import (
     docs_run,
     docs_tests,
 )
+from tests.frameworks.__main__ import NODE, PYTHON
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -189,7 +190,7 @@ def test_pages_of_frameworks_show_the_programs_that_are_run() -> None:
     found = {path.stem: path.read_text() for path in docs_frameworks.FOLDER.glob("*.md")}
     assert found == docs_frameworks.pages(), "run: python -m tests.docs_frameworks"
     tried = {each.name for each in docs_frameworks.FRAMEWORKS}
-    assert tried == {*docs_frameworks.PYTHON, *docs_frameworks.NODE}
+    assert tried == {*PYTHON, *NODE}
 
 
 def test_tutorial_shows_the_programs_that_are_run() -> None:
