@@ -51,8 +51,8 @@ FRAMEWORKS = [
         "pydantic_ai",
         "pydantic-ai",
         "Pydantic AI",
-        "It has one session for a run, and gives a failed tool call back to the model.",
-        "the model: it is asked to try again (`max_retries`)",
+        "It has one session for a run, and the run ends with the session.",
+        "the user: the agent ends with an exception, and is started again",
         'agent = Agent(model, toolsets=[MCPToolset("http://127.0.0.1:8420/mcp", max_retries=3)])',
     ),
     Framework(
