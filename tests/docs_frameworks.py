@@ -71,7 +71,7 @@ FRAMEWORKS = [
         "google-adk",
         "Google ADK",
         "Its toolset sends a call again once if its session has ended.",
-        "the toolset, or the model that sees the error",
+        "the model: it sees the error after the toolset has tried once more",
         "tools = McpToolset(\n"
         "    connection_params=StreamableHTTPConnectionParams("
         'url="http://127.0.0.1:8420/mcp")\n)',
@@ -91,7 +91,7 @@ FRAMEWORKS = [
         "mastra",
         "Mastra",
         "Its MCP client declares elicitation, and opens a new session when the old one has failed.",
-        "the client or the model",
+        "its client, in a new session",
         "const mcp = new MCPClient({\n"
         "  servers: { shop: { url: new URL('http://127.0.0.1:8420/mcp') } },\n});\n"
         "const tools = await mcp.listTools();",
