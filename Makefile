@@ -64,8 +64,9 @@ bench: $(VENV)/bench  ## ratios to bare engines and to other libraries, in one r
 	for name in core ledger http batches stdio client cli gateway; do echo "== $$name"; $(BIN)/python bench/$$name.py $(if $(QUICK),--quick) || missed=1; done; \
 	$(BIN)/python bench/targets.py; exit $$missed
 
-pictures: $(VENV)/test  ## the pictures of README and of the console, from the results of the last make bench and by Chromium
+pictures: $(VENV)/test  ## the pictures of README and of the console: the results of the last make bench, a recording of the demo, and pages in Chromium
 	$(BIN)/python bench/pictures.py
+	$(BIN)/python docs/pictures/record.py
 	$(BIN)/python -m tests.console.pictures
 
 KILLS ?= 10000

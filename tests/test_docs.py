@@ -19,7 +19,16 @@ from typing import Any
 
 import pytest
 
-from tests import docs_errors, docs_gateway, docs_picture, docs_rules, docs_run, docs_tests
+from tests import (
+    docs_errors,
+    docs_frameworks,
+    docs_gateway,
+    docs_picture,
+    docs_rules,
+    docs_run,
+    docs_tests,
+)
+from tests.frameworks.__main__ import NODE, PYTHON
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -137,9 +146,16 @@ def test_proxy_forwards_the_metadata_that_a_client_without_a_token_reads() -> No
 
 def test_index_has_every_page() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
+    folder = ROOT / "docs"
     assert all(
-        f"({path.name})" in index
-        for path in (ROOT / "docs").glob("*.md")
+        f"({path.relative_to(folder)})" in index
+        for path in [*folder.glob("*.md"), *folder.glob("reference/*.md")]
+        if path.name != "index.md"
+    )
+    frameworks = (folder / "frameworks" / "index.md").read_text()
+    assert all(
+        f"({path.name})" in frameworks
+        for path in folder.glob("frameworks/*.md")
         if path.name != "index.md"
     )
 
@@ -168,6 +184,26 @@ def test_states_of_runs_and_receipts_are_up_to_date() -> None:
 
 def test_docs_explain_every_setting_of_a_gateway() -> None:
     assert docs_gateway.PAGE.read_text() == docs_gateway.page(), "run: python -m tests.docs_gateway"
+
+
+def test_pages_of_frameworks_show_the_programs_that_are_run() -> None:
+    found = {path.stem: path.read_text() for path in docs_frameworks.FOLDER.glob("*.md")}
+    assert found == docs_frameworks.pages(), "run: python -m tests.docs_frameworks"
+    tried = {each.name for each in docs_frameworks.FRAMEWORKS}
+    assert tried == {*PYTHON, *NODE}
+
+
+def test_tutorial_shows_the_programs_that_are_run() -> None:
+    page = (ROOT / "docs" / "tutorial.md").read_text()
+    for name, function in (("shop", "app = App("), ("buy", "async def buy(")):
+        program = (ROOT / "examples" / "tutorial" / f"{name}.py").read_text()
+        end = "\n\n\ndef main" if name == "buy" else None
+        shown = (
+            program[program.index(function) :].split(end)[0]
+            if end
+            else program[program.index(function) :]
+        )
+        assert shown.strip() in page, name
 
 
 def test_picture_of_a_run_is_up_to_date() -> None:

@@ -1,7 +1,9 @@
 """Every example is run, and does what it says."""
 
 import asyncio
+import html
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -136,6 +138,14 @@ def test_demo() -> None:
     assert "charges       1  nothing was done twice" in shown
     assert "tools         ['add_note', 'process']  still there" in shown
     assert "\x1b" not in shown or "FORCE_COLOR" in os.environ
+    # The recording in README shows lines of this demo. Ports and process ids differ.
+    recording = (EXAMPLES.parent / "docs" / "pictures" / "demo.svg").read_text()
+    lines = [html.unescape(line) for line in re.findall(r"<text [^>]*>(.*)</text>", recording)]
+    printed = [re.sub(r"\d+", "0", line) for line in shown.splitlines()]
+    assert len(lines) > 15
+    for line in lines:
+        start = re.sub(r"\d+", "0", line.removesuffix("…"))
+        assert any(each.startswith(start) for each in printed), f"run: make pictures ({line})"
 
 
 async def test_payments_are_made_once_with_their_record(postgres_server: Postgres) -> None:

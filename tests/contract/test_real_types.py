@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, assert_type
+from typing import Any, Literal, TypedDict, assert_type
 
 import pydantic
 import pytest
@@ -202,6 +202,40 @@ def test_contract_does_not_depend_on_the_mode(
     assert asyncio.run(stated("development")).digest == asyncio.run(stated("production")).digest
     module = imported(generated(development, protocol))
     module.SyncShopClient(app("production"), check=True).close()
+
+
+def test_contract_with_a_place_of_the_key_does_not_depend_on_the_mode() -> None:
+    class Meta(TypedDict, total=False):
+        note: str
+
+    def app(mode: Literal["development", "production"]) -> Contract:
+        made = App("shop", mode=mode, ledger="memory:", key_at="meta.idem.key")
+
+        @made.command
+        def charge(cents: int) -> None:
+            pass
+
+        @made.command
+        def refund(cents: int, meta: Meta | None = None) -> None:
+            pass
+
+        @made.command(key_at="body.key")
+        def send(body: dict[str, Any]) -> None:
+            pass
+
+        @made.command(key="required")
+        def close(cents: int) -> None:
+            pass
+
+        return of_app(made)
+
+    development = app("development")
+    production = app("production")
+    assert changes(development, production) == []
+    assert development.canonical() == production.canonical()
+    assert production.methods is not None
+    assert production.methods["close"].params["required"] == ["cents", "meta"]
+    assert production.methods["send"].params["required"] == ["body"]
 
 
 def test_contract_reports_a_key_that_one_mode_requires_now() -> None:

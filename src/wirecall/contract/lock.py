@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from wirecall.errors import BadAnswer, MethodNotFound, RpcError, UsageError
+from wirecall.protocol.keys import ONLY_FOR_KEY, with_optional_key
 from wirecall.protocol.messages import UNREADABLE, Json, JsonObject, encode
 from wirecall.protocol.params import KEY
 from wirecall.server.method import Mode
@@ -319,10 +320,17 @@ def _method(
         params = [param for param in params if param["name"] != KEY]
     for param in params:
         _take(param, f"{place}/params/properties/{step_of(param['name'])}", texts)
+    needed = [param["name"] for param in params if param.get("required") is True]
+    properties = {param["name"]: param.get("schema", {}) for param in params}
+    if key == "optional":
+        # The same for the place that `key_at` declares.
+        only_for_key = {param["name"] for param in params if param.get(ONLY_FOR_KEY)}
+        needed = [name for name in needed if name not in only_for_key]
+        properties = with_optional_key({"properties": properties})["properties"]
     schema = {
         "type": "object",
-        "properties": {param["name"]: param.get("schema", {}) for param in params},
-        "required": [param["name"] for param in params if param.get("required") is True],
+        "properties": properties,
+        "required": needed,
         "additionalProperties": False,
     }
     result = _followed(method.get("result"), document)

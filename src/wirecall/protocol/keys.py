@@ -20,6 +20,8 @@ from wirecall.protocol.messages import JsonObject
 
 # A keyword of the published schema: this member is the key.
 MARK = "x-idempotency-key"
+# Marks a param that is required only because the key is.
+ONLY_FOR_KEY = "x-required-for-key"
 _STEP = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -106,6 +108,30 @@ def _with_key(
     if required and name not in needed:
         needed.append(name)
     if needed or "required" in schema:
+        whole["required"] = needed
+    return whole
+
+
+def with_optional_key(schema: JsonObject) -> JsonObject:
+    """Return the schema of params in which a key that is marked may be omitted."""
+    properties = schema.get("properties")
+    whole = dict(schema)
+    if isinstance(schema.get("allOf"), list):
+        whole["allOf"] = [with_optional_key(part) for part in schema["allOf"]]
+    if not isinstance(properties, dict):
+        return whole
+    kept = {}
+    ours = set[str]()
+    for name, declared in properties.items():
+        kept[name] = declared
+        if isinstance(declared, dict):
+            kept[name] = with_optional_key(declared)
+            if declared.get(MARK) or _only_holds_key(declared):
+                ours.add(name)
+    whole["properties"] = kept
+    needed = [name for name in schema.get("required", ()) if name not in ours]
+    whole.pop("required", None)
+    if needed:
         whole["required"] = needed
     return whole
 

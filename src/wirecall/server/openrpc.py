@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from typing import get_args
 
-from wirecall.protocol.keys import KeyPlace, with_key
+from wirecall.protocol.keys import ONLY_FOR_KEY, KeyPlace, with_key
 from wirecall.protocol.messages import Json, JsonObject
 from wirecall.protocol.params import KEY
 from wirecall.server.method import Method, Mode
@@ -101,7 +101,9 @@ def _place_key(params: list[JsonObject], place: KeyPlace, *, required: bool) -> 
         schema = {"properties": {}}
     whole = with_key(schema, place, {**KEY_PARAM["schema"]}, required=required)
     described["schema"] = whole["properties"][name]
-    described["required"] = described["required"] or required
+    if required and not described["required"]:
+        described["required"] = True
+        described[ONLY_FOR_KEY] = True
 
 
 def _component(method: Method, name: str, given: JsonObject | None = None) -> str:
