@@ -17,6 +17,7 @@ The rules of the file:
 import asyncio
 import math
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -83,6 +84,12 @@ DEFAULTS = {
     "target_session_attrs": "read-write",
     "tcp_user_timeout": "10000",
 }
+
+# Records that a statement of the sweep may change or only look at, so that it is short; and the most
+# statements of each kind per sweep.
+PIECE = 100
+STEP = 2000
+PIECES = 200
 
 T = TypeVar("T")
 Records: TypeAlias = list[Record]  # inside the class, `list` is a method
@@ -316,16 +323,27 @@ class PostgresLedger:
         return [task_of(row) for row in rows]
 
     async def counts(self) -> dict[State, int]:
-        counts = dict.fromkeys(State, 0)
-        for state, number in await self._ask("counts"):
-            counts[State(state)] = number
-        ((dead,),) = await self._ask("count dead")
-        counts[State.RUNNING] -= dead
-        counts[State.UNKNOWN] += dead
+        found: Counter[str] = Counter(dict(await self._ask("counts")))
+        counts = Counter({state: found[state.value] for state in State})
+        # They are too many to be looked at.
+        counts[State.DONE] = found["all"] - counts.total()
+        counts[State.RUNNING] -= found["dead"]
+        counts[State.UNKNOWN] += found["dead"]
         return counts
 
     async def sweep(self, limit: int = 500) -> int:
-        ((changed,),) = await self._ask("sweep", limit=limit)
+        for _ in range(PIECES):
+            ((looked,),) = await self._ask("advance", most=STEP)
+            if looked < STEP:
+                break
+        ((changed,),) = await self._ask("lose", limit=limit)
+        for _ in range(PIECES):
+            if changed >= limit:
+                break
+            ((swept, postponed),) = await self._ask("sweep", limit=min(limit - changed, PIECE))
+            changed += swept
+            if not swept + postponed:
+                break
         return int(changed)
 
     async def mark(self, channel: str, mark: Mark, ttl: float) -> None:

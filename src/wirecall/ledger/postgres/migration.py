@@ -6,7 +6,8 @@ The rules of the file:
    that start together do it, and the others wait for it.
 2. The parts "index N NAME" build indexes, which takes long on large tables. If the ledger is in use,
    commands must not wait for that: the server builds them `CONCURRENTLY`, which no transaction may
-   contain. A process that dies leaves an invalid index; the next migration drops it.
+   contain. A process that dies leaves an invalid index; the next migration drops it. The parts
+   "unused N NAME" then drop indexes in the same way.
 3. A version is recorded after its last step, so a migration that was interrupted is repeated. A
    part with indexes can therefore be executed twice.
 """
@@ -46,6 +47,12 @@ def indexes(number: int) -> dict[str, str]:
     }
 
 
+def unused(number: int) -> list[str]:
+    """Return the statements that drop the indexes that a version does not use."""
+    begin = f"unused {number} "
+    return [_statement(part).strip() for name, part in SQL.items() if name.startswith(begin)]
+
+
 def _statement(part: str) -> str:
     """Return a part without its comments."""
     return re.sub(r"^--.*\n", "", part, flags=re.MULTILINE)
@@ -74,6 +81,7 @@ async def look(connection: Connection, *, warns: bool = False) -> Schema:
     for number, part in enumerate(parts()[found:], start=found + 1):
         steps.append(part)
         steps += indexes(number).values()
+        steps += unused(number)
     where = "The schema `wirecall` of this database"
     return Schema(where, found, len(parts()), least, tuple(steps))
 
@@ -96,6 +104,9 @@ class Migration:
             for number in waiting:
                 for name, statement in indexes(number).items():
                     await self._build(f"wirecall.{name}", statement)
+                for statement in unused(number):
+                    begin = "DROP INDEX "
+                    await self._try(f"{begin}CONCURRENTLY {statement.removeprefix(begin)}")
                 await self._record(number)
         finally:
             if not self._connection.closed:
@@ -117,7 +128,7 @@ class Migration:
             for number in range(found + 1, known + 1):
                 await self._connection.execute(parts()[number - 1], prepare=False)
                 if found == 0:  # no process uses the tables yet
-                    for statement in indexes(number).values():
+                    for statement in (*indexes(number).values(), *unused(number)):
                         await self._connection.execute(statement)
                 elif waiting or indexes(number):
                     waiting.append(number)
