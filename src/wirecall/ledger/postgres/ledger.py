@@ -87,9 +87,9 @@ DEFAULTS = {
 
 # Records that a statement of the sweep may change or only look at, so that it is short; and the most
 # statements of each kind per sweep.
-PIECE = 100
+PIECE = 50
 STEP = 2000
-PIECES = 200
+PIECES = 400
 
 T = TypeVar("T")
 Records: TypeAlias = list[Record]  # inside the class, `list` is a method
