@@ -91,8 +91,8 @@ def run(kind: str, url: str) -> bool:
     without, beside, swept = asyncio.run(measure(url))
     ratio = beside / without
     print(
-        f"  {'ok  ' if ratio <= MOST else 'MISS'} {ratio:5.2f}  <= {MOST}  {kind}: p99 {without * 1e3:.1f} ms, "
-        f"while {swept:,} records were swept {beside * 1e3:.1f} ms"
+        f"  {'ok  ' if ratio <= MOST else 'MISS'} {ratio:5.2f}  <= {MOST}  {kind}: "
+        f"p99 {without * 1e3:.1f} ms, while {swept:,} records were swept {beside * 1e3:.1f} ms"
     )
     return ratio <= MOST
 

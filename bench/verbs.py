@@ -114,7 +114,8 @@ def fill_postgres(url: str, total: int) -> None:
             """
             INSERT INTO wirecall.ledger (
                 caller, method, key, fingerprint, state, fence, nonce, committed, attempts,
-                started_at, lease_until, retention, expires_at, completed_at, kind, payload, digest, due, buried
+                started_at, lease_until, retention, expires_at, completed_at, kind, payload,
+                digest, due, buried
             )
             SELECT
                 CASE WHEN n %% 1000 = 2 THEN 'seldom' ELSE 'user' || n %% 100 END,

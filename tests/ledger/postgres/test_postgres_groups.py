@@ -86,6 +86,7 @@ class Sent:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []
+        self.seen: asyncio.Queue[str] = asyncio.Queue()
         # While it is not set, a statement waits at the network.
         self.open = asyncio.Event()
         self.open.set()
@@ -94,6 +95,7 @@ class Sent:
 
         async def ask(connections: Connections, statement: str, params: Any) -> Any:
             self.names.append(names[statement])
+            self.seen.put_nowait(names[statement])
             await self.open.wait()
             return await real(connections, statement, params)
 
@@ -129,8 +131,7 @@ async def test_calls_in_flight_join_the_next_statement(
 
     sent.open.clear()
     others = [asyncio.create_task(run(str(number))) for number in range(3)]
-    while not sent.names:
-        await asyncio.sleep(0)
+    assert await sent.seen.get() == "claim"
     ending = asyncio.create_task(ledger.complete(first.token, outcome_of(), RETENTION))
     for _ in range(10):
         await asyncio.sleep(0)
@@ -148,13 +149,11 @@ async def test_enough_calls_do_not_wait(ledger: Ledger, monkeypatch: pytest.Monk
     sent.open.clear()
     claims = [ledger.claim(claim_of(structs.replace(ID, key=f"first-{n}"))) for n in range(2)]
     first = [asyncio.ensure_future(claim) for claim in claims]
-    while not sent.names:
-        await asyncio.sleep(0)
+    assert await sent.seen.get() == "claim"
     ids = [RecordId("", "m", str(number)) for number in range(ENOUGH)]
     more = [asyncio.ensure_future(ledger.claim(claim_of(id))) for id in ids]
     async with asyncio.timeout(PATIENCE):
-        while len(sent.names) < 2:
-            await asyncio.sleep(0)
+        assert await sent.seen.get() == "claim"
         sent.open.set()
         records = await asyncio.gather(*first, *more)
     assert {record.state for record in records} == {State.RUNNING}

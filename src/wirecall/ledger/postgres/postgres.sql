@@ -42,7 +42,9 @@ CREATE TABLE wirecall.ledger (
         END
         AND (kind IS NULL OR kind IN ('result', 'error')) AND (kind IS NULL) = (digest IS NULL)
     )
-);
+)
+-- partitioned
+;
 
 CREATE INDEX ledger_expires_at ON wirecall.ledger (expires_at);
 
@@ -625,8 +627,11 @@ DO $$ BEGIN
     EXECUTE format('ALTER TABLE wirecall.ledger ADD COLUMN due timestamptz DEFAULT %L', clock_timestamp() + interval '1 day');
     -- `buried`: it is a tombstone; of one that the version before has buried, the sweep notes it later. What that version writes
     -- in a transaction is looked at by the next sweep.
-    ALTER TABLE wirecall.ledger
-        ADD COLUMN buried boolean NOT NULL DEFAULT false, ALTER COLUMN due SET DEFAULT '-infinity', SET (fillfactor = 60);
+    ALTER TABLE wirecall.ledger ADD COLUMN buried boolean NOT NULL DEFAULT false, ALTER COLUMN due SET DEFAULT '-infinity';
+    -- Partitions have it from their beginning.
+    IF EXISTS (SELECT FROM pg_class WHERE oid = 'wirecall.ledger'::regclass AND relkind = 'r') THEN
+        ALTER TABLE wirecall.ledger SET (fillfactor = 60);
+    END IF;
 END $$;
 
 CREATE TABLE IF NOT EXISTS wirecall.open (
@@ -1027,6 +1032,14 @@ DO $$ BEGIN
         number integer PRIMARY KEY, migrated_at timestamptz NOT NULL DEFAULT clock_timestamp()
     );
 END $$
+
+-- name: partition
+-- One of the parts of a new table.
+CREATE TABLE wirecall.ledger_%(nth)s PARTITION OF wirecall.ledger
+FOR VALUES WITH (MODULUS %(of)s, REMAINDER %(nth)s) WITH (fillfactor = 60)
+
+-- name: partitions
+SELECT count(*) FROM pg_inherits WHERE inhparent = to_regclass('wirecall.ledger')
 
 -- name: migrated
 INSERT INTO wirecall.version (number) VALUES (%(number)s) ON CONFLICT DO NOTHING
