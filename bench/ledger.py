@@ -12,7 +12,8 @@ Rows that should cost the same are compared by the processor time of this proces
 affects least: a command without a key beside one with a key, and a command of an app with tasks
 beside one without. Their rounds are short and in pairs, the order changes from pair to pair, and
 the median of the pairs counts: a busy neighbour slows both of a pair. Reads and replays do not
-wait, so they are compared by processor time too.
+wait, so they are compared by processor time too. What several processes cost PostgreSQL is measured
+by `scale.py`.
 """
 
 import asyncio
@@ -30,6 +31,7 @@ from typing import Any
 
 import apsw
 
+import scale
 from targets import Target, report
 
 ROOT = Path(__file__).parents[1]
@@ -317,6 +319,7 @@ def main() -> int:
     postgres.start()
     try:
         found, alike = all_starts(redis.url, postgres.url)
+        scaled = scale.ratios(scale.measure(postgres))
     finally:
         redis.close()
         postgres.close()
@@ -377,7 +380,18 @@ def main() -> int:
         targets.append(
             Target(f"{name}, times a plain one", "processor time", times, "<=", most, own=1.0)
         )
-    return report("ledger", targets, found | alike)
+    for name, times in scaled.items():
+        targets.append(
+            Target(
+                f"PostgreSQL's processor time, {name}",
+                "processor time",
+                times,
+                "<=",
+                scale.MOST[name],
+                own=1.0,
+            )
+        )
+    return report("ledger", targets, found | alike | scaled)
 
 
 if __name__ == "__main__":

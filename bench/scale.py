@@ -37,6 +37,12 @@ MANY = f"{PROCESSES} processes"
 WITH = "with a commit point"
 WITHOUT = "without a commit point"
 
+# What is compared, and the targets.
+MANY_TO_ONE = f"{MANY}, times {ONE}"
+ONE_MARKED = f"{WITH}, times {WITHOUT}: {ONE}"
+MANY_MARKED = f"{WITH}, times {WITHOUT}: {MANY}"
+MOST = {MANY_TO_ONE: 1.6, ONE_MARKED: 1.5, MANY_MARKED: 1.5}
+
 
 # --- a process ------------------------------------------------------------------------------------
 
@@ -137,9 +143,9 @@ def ratios(found: dict[str, list[float]]) -> dict[str, float]:
         return statistics.median(more / less for more, less in pairs)
 
     return {
-        f"{MANY}, times {ONE}": median(f"{MANY} {WITHOUT}", f"{ONE} {WITHOUT}"),
-        f"{WITH}, times {WITHOUT}: {ONE}": median(f"{ONE} {WITH}", f"{ONE} {WITHOUT}"),
-        f"{WITH}, times {WITHOUT}: {MANY}": median(f"{MANY} {WITH}", f"{MANY} {WITHOUT}"),
+        MANY_TO_ONE: median(f"{MANY} {WITHOUT}", f"{ONE} {WITHOUT}"),
+        ONE_MARKED: median(f"{ONE} {WITH}", f"{ONE} {WITHOUT}"),
+        MANY_MARKED: median(f"{MANY} {WITH}", f"{MANY} {WITHOUT}"),
     }
 
 

@@ -114,7 +114,8 @@ def fill_postgres(url: str, total: int) -> None:
             """
             INSERT INTO wirecall.ledger (
                 caller, method, key, fingerprint, state, fence, nonce, committed, attempts,
-                started_at, lease_until, retention, expires_at, completed_at, kind, payload, digest
+                started_at, lease_until, retention, expires_at, completed_at, kind, payload,
+                digest, due, buried
             )
             SELECT
                 CASE WHEN n %% 1000 = 2 THEN 'seldom' ELSE 'user' || n %% 100 END,
@@ -125,7 +126,8 @@ def fill_postgres(url: str, total: int) -> None:
                 CASE WHEN state IN ('done', 'tombstone') THEN began END,
                 CASE WHEN state IN ('done', 'tombstone', 'waiting') THEN 'result' END,
                 CASE WHEN state = 'done' THEN '\\x7b7d'::bytea END,
-                CASE WHEN state IN ('done', 'tombstone', 'waiting') THEN '\\x64'::bytea END
+                CASE WHEN state IN ('done', 'tombstone', 'waiting') THEN '\\x64'::bytea END,
+                clock_timestamp() + '8 days', state = 'tombstone'
             FROM generate_series(0, %(total)s - 1) AS n, LATERAL (
                 SELECT CASE
                     WHEN n %% 10000 = 7 THEN (ARRAY['running', 'waiting', 'unknown'])[n / 10000 %% 3 + 1]
@@ -231,6 +233,10 @@ def verbs(
 
 
 async def measure(url: str, total: int) -> dict[str, tuple[float | None, float]]:
+    server = await open_ledger(url)
+    for _ in range(5):
+        await server.sweep()  # as every server does each minute
+    await server.aclose()
     ledger = await open_ledger(url, "read")
     found = {}
     for name, (limit, ask) in verbs(ledger, total).items():

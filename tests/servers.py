@@ -502,6 +502,11 @@ def _empty(url: str) -> None:
             with db.transaction():
                 # Wait for sessions that a killed process left behind.
                 db.execute("LOCK wirecall.ledger, wirecall.tasks")
+                if db.execute("SELECT to_regclass('wirecall.open') IS NOT NULL").fetchone() == (
+                    True,
+                ):
+                    db.execute("DELETE FROM wirecall.open")
+                    db.execute("DELETE FROM wirecall.fronts")
                 db.execute("DELETE FROM wirecall.tasks")
                 db.execute("DELETE FROM wirecall.ledger")
                 if db.execute("SELECT to_regclass('wirecall.marks') IS NOT NULL").fetchone() == (
@@ -623,7 +628,9 @@ def _expire_earlier(client: "redis.Redis", name: str, seconds: float) -> None:
 
 
 def _age_in_postgres(url: str, id: RecordId, seconds: float) -> None:
-    times = ("lease_until", "expires_at", "started_at", "completed_at", "lost_at", "taken_at")
+    times = (
+        "lease_until", "expires_at", "started_at", "completed_at", "lost_at", "taken_at", "due"
+    )  # fmt: skip
     earlier = ", ".join(f"{name} = {name} - make_interval(secs => %(seconds)s)" for name in times)
     statement = (
         f"UPDATE wirecall.ledger SET {earlier} WHERE caller = %(caller)s "
@@ -632,6 +639,8 @@ def _age_in_postgres(url: str, id: RecordId, seconds: float) -> None:
     with psycopg.connect(url, autocommit=True) as db:
         changed = db.execute(statement.encode(), {"seconds": seconds, **msgspec.structs.asdict(id)})
         assert changed.rowcount == 1, id
+        # It was before the front then.
+        db.execute("DELETE FROM wirecall.fronts")
         db.execute(
             "UPDATE wirecall.tasks SET started_at = started_at - make_interval(secs => %(seconds)s) "
             "WHERE caller = %(caller)s AND method = %(method)s AND key = %(key)s",

@@ -53,7 +53,7 @@ def fill(db: "psycopg.Connection[tuple[object, ...]]") -> None:
         "INSERT INTO wirecall.tasks (id, caller, method, key, started_at, version, document, "
         "is_ready, is_over, expires_at) "
         "SELECT key, caller, method, key, started_at, 1, '', false, fence %% 500 > 0, now() + '1 day' "
-        "FROM wirecall.ledger WHERE fence <= %s",
+        "FROM wirecall.ledger WHERE fence <= %s ORDER BY fence",
         (MANY,),
     )
 

@@ -1,11 +1,13 @@
 """The order of time in Redis, in which verbs read records: it is kept, mended and cleaned."""
 
 import asyncio
+import os
 
 import pytest
+from msgspec import structs
 
-from tests.ledger import LEASE, RETENTION, granted, outcome_of
-from tests.servers import Redis, Store
+from tests.ledger import ID, LEASE, RETENTION, granted, outcome_of
+from tests.servers import Redis, Store, redis_key
 from wirecall.ledger.base import Ledger, Only, RecordId, State, open_ledger
 from wirecall.ledger.redis import ledger as redis_ledger
 
@@ -89,3 +91,21 @@ async def test_ledger_that_is_not_migrated_lists_all_records(
         assert {task.record for task in await each.list_tasks()} == set(IDS)
         assert (await each.counts())[State.UNKNOWN] == len(IDS)
         await each.aclose()
+
+
+async def test_tombstone_gives_the_memory_of_a_long_payload_back(
+    redis_server: Redis, ledger: Ledger, store: Store
+) -> None:
+    """Redis keeps a hash in another form once a field of it was long."""
+    sizes = []
+    for payload in (b"1", os.urandom(100_000)):
+        id = structs.replace(ID, key=str(len(payload)))
+        record = await granted(ledger, id)
+        assert await ledger.complete(record.token, outcome_of(payload), RETENTION)
+        store.age(id, RETENTION + 1)
+        assert await ledger.sweep() == 1
+        with redis_key(store.url, f"alice:charge:{id.key}") as (client, name):
+            sizes.append(client.memory_usage(name))
+    short, long = sizes
+    assert abs(short - long) < 32
+    assert short < 450

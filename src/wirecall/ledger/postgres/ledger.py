@@ -17,6 +17,7 @@ The rules of the file:
 import asyncio
 import math
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -53,7 +54,7 @@ from wirecall.ledger.base import (
     new_reach,
 )
 from wirecall.ledger.postgres.bus import DEAF, DEAF_FIX, PostgresBus, is_received
-from wirecall.ledger.postgres.migration import Migration, look
+from wirecall.ledger.postgres.migration import MOST_PARTITIONS, Migration, look
 from wirecall.ledger.postgres.pace import Pace
 from wirecall.ledger.postgres.queue import (
     SQL,
@@ -68,6 +69,7 @@ from wirecall.ledger.postgres.queue import (
     down,
     encode,
     id_of,
+    rows_of,
 )
 from wirecall.ledger.postgres.transaction import PostgresTransaction, opened, record_of
 
@@ -88,6 +90,12 @@ DEFAULTS = {
     "tcp_user_timeout": "10000",
 }
 
+# Records that a statement of the sweep may change or only look at, so that it is short; and the most
+# statements of each kind per sweep.
+PIECE = 50
+STEP = 2000
+PIECES = 400
+
 T = TypeVar("T")
 Records: TypeAlias = list[Record]  # inside the class, `list` is a method
 Tasks: TypeAlias = list[Task]
@@ -97,8 +105,9 @@ async def open_url(url: str, tables: Tables = "create") -> "PostgresLedger":
     """Connect to `postgresql://` or `postgres://`; make or migrate the schema `wirecall`.
 
     `tables` may forbid that. `?pool=` is the number of connections, and `?listen=HOST:PORT` is
-    where to listen to other processes, if a transaction pooler is at the address of the URL. The
-    other parameters are those of libpq.
+    where to listen to other processes, if a transaction pooler is at the address of the URL.
+    `?partitions=` is the number of parts of the table of commands, if it is made now. The other
+    parameters are those of libpq.
     """
     ledger = PostgresLedger(*_read(url, tables))
     try:
@@ -159,11 +168,13 @@ async def risks_of(url: str) -> Sequence[Risk]:
     return found
 
 
-def _read(url: str, tables: Tables) -> tuple[str, int, str]:
-    """Return libpq's options, the number of connections, and libpq's options to listen."""
+def _read(url: str, tables: Tables) -> tuple[str, int, str, int]:
+    """Return libpq's options, the number of connections, libpq's options to listen, and the number
+    of partitions.
+    """
     base, _, query = url.partition("?")
     fields = [field.partition("=") for field in query.split("&") if field]
-    ours = {"pool": str(POOL), "listen": ""}
+    ours = {"pool": str(POOL), "listen": "", "partitions": "0"}
     ours |= {name: value for name, _, value in fields if name in ours}
     rest = "&".join(name + equals + value for name, equals, value in fields if name not in ours)
     try:
@@ -178,7 +189,11 @@ def _read(url: str, tables: Tables) -> tuple[str, int, str]:
             direct |= {"host": host.strip("[]"), "port": str(int(port))}
             direct.pop("hostaddr", None)
         elsewhere = conninfo.make_conninfo("", **direct)
-        return conninfo.make_conninfo("", **options), max(1, int(ours["pool"])), elsewhere
+        partitions = int(ours["partitions"])
+        if not 0 <= partitions <= MOST_PARTITIONS:
+            raise ValueError
+        size = max(1, int(ours["pool"]))
+        return conninfo.make_conninfo("", **options), size, elsewhere, partitions
     except (psycopg.ProgrammingError, ValueError):  # their messages may hold a password
         raise UsageError(
             "The URL of the PostgreSQL ledger cannot be read.",
@@ -194,8 +209,9 @@ class PostgresLedger:
     is_tidy = False
     outlives = True
 
-    def __init__(self, conninfo: str, size: int, listening: str = "") -> None:
+    def __init__(self, conninfo: str, size: int, listening: str = "", partitions: int = 0) -> None:
         self._conninfo = conninfo
+        self._partitions = partitions
         # The same, with an address at which LISTEN works.
         self._listening = listening or conninfo
         self._size = size
@@ -332,16 +348,27 @@ class PostgresLedger:
         return [task_of(row) for row in rows]
 
     async def counts(self) -> dict[State, int]:
-        counts = dict.fromkeys(State, 0)
-        for state, number in await self._ask("counts"):
-            counts[State(state)] = number
-        ((dead,),) = await self._ask("count dead")
-        counts[State.RUNNING] -= dead
-        counts[State.UNKNOWN] += dead
+        found: Counter[str] = Counter(dict(await self._ask("counts")))
+        counts = Counter({state: found[state.value] for state in State})
+        # They are too many to be looked at.
+        counts[State.DONE] = found["all"] - counts.total()
+        counts[State.RUNNING] -= found["dead"]
+        counts[State.UNKNOWN] += found["dead"]
         return counts
 
     async def sweep(self, limit: int = 500) -> int:
-        ((changed,),) = await self._ask("sweep", limit=limit)
+        for _ in range(PIECES):
+            ((looked,),) = await self._ask("advance", most=STEP)
+            if looked < STEP:
+                break
+        ((changed,),) = await self._ask("lose", limit=limit)
+        for _ in range(PIECES):
+            if changed >= limit:
+                break
+            ((swept, postponed),) = await self._ask("sweep", limit=min(limit - changed, PIECE))
+            changed += swept
+            if not swept + postponed:
+                break
         return int(changed)
 
     async def mark(self, channel: str, mark: Mark, ttl: float) -> None:
@@ -410,7 +437,11 @@ class PostgresLedger:
         async def prepare(connection: Connection) -> None:
             schema = await look(connection, warns=True)
             if schema.check(tables):
-                await Migration(connection, schema).run()
+                await Migration(connection, schema, self._partitions).run()
+            if self._partitions > 1:
+                ((number,),) = await rows_of(connection, SQL["partitions"])
+                if number != self._partitions:
+                    raise _other_partitions(number, self._partitions)
 
         await self._with_connection(prepare)
 
@@ -490,6 +521,16 @@ class _LoopState:
         self.points = Queue(connections, SQL["commit_point"], pace)
         self.completions = Queue(connections, SQL["complete"], pace)
         self.questions = Queue(connections, SQL["get"], Pace())
+
+
+def _other_partitions(number: int, asked: int) -> LedgerDown:
+    """Return the error about a ledger that was made with other partitions."""
+    given = UsageError(
+        f"The URL says partitions={asked}, and this ledger has {number}.",
+        "the table of commands gets its partitions when it is made",
+        f"write ?partitions={number} or leave it out (0: none); or make a ledger in a new database",
+    )
+    return LedgerDown(str(given))
 
 
 def _page_of(after: Place | None, only: Only, limit: int) -> Params:

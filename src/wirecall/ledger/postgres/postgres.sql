@@ -42,7 +42,9 @@ CREATE TABLE wirecall.ledger (
         END
         AND (kind IS NULL OR kind IN ('result', 'error')) AND (kind IS NULL) = (digest IS NULL)
     )
-);
+)
+-- partitioned
+;
 
 CREATE INDEX ledger_expires_at ON wirecall.ledger (expires_at);
 
@@ -607,8 +609,194 @@ CREATE INDEX IF NOT EXISTS marks_made_at ON wirecall.marks (channel, made_at);
 CREATE INDEX IF NOT EXISTS marks_expires_at ON wirecall.marks (expires_at);
 
 -- name: schema 9
--- Committed points and outcomes, in groups. A condition on the state would be looked up in the index of states, where all
--- that run are found, dead rows too: so it is hidden in a CASE, and the only way to a record is its key.
+-- From here on, what a command changes in its record is in no index (but for the likeness of a call without a key): neither its
+-- state nor the time of its sweep. So its commit point and its outcome write to the table alone (HOT). No index but the primary
+-- key has a part of the id as it is: a plan that was made while the table was small would look records up in that one.
+--
+-- The sweep looks at a record when it is `due`. If that is too early, it writes there when to look again.
+--
+-- Records that run, wait or are unknown are few. Those that began before the front of their method are named in `open`, and it
+-- may name others: the sweep moves the fronts, and forgets them. The others are behind the front in the order of time.
+--
+-- While another process builds the indexes, the table must not be altered a second time.
+DO $$ BEGIN
+    IF EXISTS (SELECT FROM pg_attribute WHERE attrelid = 'wirecall.ledger'::regclass AND attname = 'due') THEN
+        RETURN;
+    END IF;
+    -- Most records that there are will be due in a day. The table is not written for that.
+    EXECUTE format('ALTER TABLE wirecall.ledger ADD COLUMN due timestamptz DEFAULT %L', clock_timestamp() + interval '1 day');
+    -- `buried`: it is a tombstone; of one that the version before has buried, the sweep notes it later. What that version writes
+    -- in a transaction is looked at by the next sweep.
+    ALTER TABLE wirecall.ledger ADD COLUMN buried boolean NOT NULL DEFAULT false, ALTER COLUMN due SET DEFAULT '-infinity';
+    -- Partitions have it from their beginning.
+    IF EXISTS (SELECT FROM pg_class WHERE oid = 'wirecall.ledger'::regclass AND relkind = 'r') THEN
+        ALTER TABLE wirecall.ledger SET (fillfactor = 60);
+    END IF;
+END $$;
+
+CREATE TABLE IF NOT EXISTS wirecall.open (
+    caller text COLLATE "C" NOT NULL, method text COLLATE "C" NOT NULL, key text COLLATE "C" NOT NULL,
+    PRIMARY KEY (caller, method, key)
+);
+
+CREATE TABLE IF NOT EXISTS wirecall.fronts (method text COLLATE "C" PRIMARY KEY, reached timestamptz NOT NULL);
+
+INSERT INTO wirecall.open SELECT caller, method, key FROM wirecall.ledger WHERE state IN ('running', 'unknown', 'waiting')
+ON CONFLICT DO NOTHING;
+
+-- A record that is being written at this moment is not seen here; it began later than that.
+INSERT INTO wirecall.fronts
+WITH RECURSIVE steps (method) AS (
+    (SELECT method FROM wirecall.ledger ORDER BY method LIMIT 1)
+    UNION ALL
+    SELECT (SELECT o.method FROM wirecall.ledger AS o WHERE o.method > s.method ORDER BY o.method LIMIT 1)
+    FROM steps AS s WHERE s.method IS NOT NULL
+)
+SELECT method, clock_timestamp() - interval '10 minutes' FROM steps WHERE method IS NOT NULL
+ON CONFLICT DO NOTHING;
+
+CREATE OR REPLACE FUNCTION wirecall.claim(claims json, max_attempts integer, unknown_kept interval, burial integer)
+RETURNS SETOF wirecall.record LANGUAGE plpgsql
+SET lock_timeout = '2s' SET plan_cache_mode = force_generic_plan SET enable_seqscan = off AS $$
+#variable_conflict use_column
+DECLARE
+    wishes wirecall.wish[] := ARRAY(
+        SELECT ROW(
+            id->>'caller', id->>'method', id->>'key', decode(fingerprint, 'base64'), decode(nonce, 'base64'),
+            wirecall.seconds(lease), wirecall.seconds(retention), on_crash, committed, continues, decode(params, 'base64')
+        )::wirecall.wish
+        FROM json_to_recordset(claims) AS j (
+            id json, fingerprint text, nonce text, lease float8, retention float8, on_crash text, committed boolean,
+            continues boolean, params text
+        )
+    );
+    inserted integer;
+    pair record;
+    c wirecall.wish;
+    l wirecall.ledger;
+    settled boolean;
+BEGIN
+    RETURN QUERY WITH fresh AS (
+        INSERT INTO wirecall.ledger (
+            caller, method, key, fingerprint, state, fence, nonce, committed, attempts, started_at, lease_until, retention,
+            expires_at, params, may_rerun, due
+        )
+        SELECT caller, method, key, fingerprint, 'running', nextval('wirecall.fence'), nonce, committed, 1, clock_timestamp(),
+            clock_timestamp() + lease, retention,
+            clock_timestamp() + lease + wirecall.sweeps_after(committed, on_crash <> 'unknown', retention),
+            params, nullif(on_crash <> 'unknown', false), clock_timestamp() + retention
+        FROM unnest(wishes) AS w
+        WHERE NOT EXISTS (
+            SELECT FROM wirecall.ledger AS o WHERE o.caller = w.caller AND o.method = w.method AND o.key = w.key OFFSET 0
+        )
+        ON CONFLICT DO NOTHING RETURNING *
+    )
+    SELECT caller, method, key, fingerprint, state, fence, nonce, committed, attempts,
+        greatest(0, extract(epoch FROM lease_until - clock_timestamp()))::float8, extract(epoch FROM started_at)::float8,
+        NULL::float8, kind, payload, digest, delivery, deliverer, params
+    FROM fresh;
+    GET DIAGNOSTICS inserted = ROW_COUNT;
+    IF inserted = cardinality(wishes) THEN
+        RETURN;
+    END IF;
+
+    FOR pair IN
+        SELECT w AS wish, o.old FROM unnest(wishes) AS w LEFT JOIN LATERAL (
+            SELECT o AS old, o.nonce = w.nonce AND o.xmin = pg_current_xact_id_if_assigned()::xid AS is_fresh
+            FROM wirecall.ledger AS o WHERE o.caller = w.caller AND o.method = w.method AND o.key = w.key LIMIT 1
+        ) AS o ON true
+        WHERE o.is_fresh IS NOT TRUE
+    LOOP
+        c := pair.wish;
+        l := pair.old;
+        FOR look IN 1..100 LOOP
+            IF l.key IS NULL THEN
+                INSERT INTO wirecall.ledger (
+                    caller, method, key, fingerprint, state, fence, nonce, committed, attempts, started_at, lease_until,
+                    retention, expires_at, params, may_rerun, due
+                ) VALUES (
+                    c.caller, c.method, c.key, c.fingerprint, 'running', nextval('wirecall.fence'), c.nonce, c.committed, 1,
+                    clock_timestamp(), clock_timestamp() + c.lease, c.retention,
+                    clock_timestamp() + c.lease + wirecall.sweeps_after(c.committed, c.on_crash <> 'unknown', c.retention),
+                    c.params, nullif(c.on_crash <> 'unknown', false), clock_timestamp() + c.retention
+                ) ON CONFLICT DO NOTHING RETURNING * INTO l;
+                settled := FOUND;
+            ELSIF l.fingerprint <> c.fingerprint THEN
+                settled := true;
+            ELSIF l.nonce = c.nonce AND l.state IN ('running', 'unknown') THEN
+                UPDATE wirecall.ledger
+                SET state = 'running', lease_until = clock_timestamp() + c.lease,
+                    expires_at = clock_timestamp() + c.lease + wirecall.sweeps_after(committed, may_rerun, c.retention)
+                WHERE caller = c.caller AND method = c.method AND key = c.key
+                    AND state = l.state AND fence = l.fence AND nonce = l.nonce
+                RETURNING * INTO l;
+                settled := FOUND;
+            ELSIF l.state = 'done' AND l.expires_at <= clock_timestamp() THEN
+                UPDATE wirecall.ledger
+                SET state = 'tombstone', buried = true, payload = NULL, likeness = NULL, params = NULL,
+                    expires_at = clock_timestamp() + burial * retention, due = clock_timestamp() + burial * retention
+                WHERE caller = c.caller AND method = c.method AND key = c.key
+                    AND state = l.state AND fence = l.fence AND nonce = l.nonce
+                RETURNING * INTO l;
+                settled := FOUND;
+            ELSIF (l.state = 'waiting' AND c.continues) OR (
+                l.state = 'running' AND l.lease_until <= clock_timestamp()
+                AND (NOT l.committed OR (c.on_crash <> 'unknown' AND l.attempts < max_attempts))
+            ) THEN
+                UPDATE wirecall.ledger
+                SET state = 'running', fence = nextval('wirecall.fence'), nonce = c.nonce,
+                    committed = c.committed OR committed, attempts = attempts + 1, retention = c.retention,
+                    may_rerun = nullif(c.on_crash <> 'unknown', false), lease_until = clock_timestamp() + c.lease,
+                    expires_at = clock_timestamp() + c.lease
+                        + wirecall.sweeps_after(c.committed OR committed, c.on_crash <> 'unknown', c.retention),
+                    kind = NULL, payload = NULL, digest = NULL
+                WHERE caller = c.caller AND method = c.method AND key = c.key
+                    AND state = l.state AND fence = l.fence AND nonce = l.nonce AND lease_until = l.lease_until
+                RETURNING * INTO l;
+                settled := FOUND;
+            ELSIF l.state = 'running' AND l.lease_until <= clock_timestamp() THEN
+                UPDATE wirecall.ledger
+                SET state = 'unknown', expires_at = clock_timestamp() + unknown_kept, taken_at = greatest(taken_at, lease_until)
+                WHERE caller = c.caller AND method = c.method AND key = c.key
+                    AND state = l.state AND fence = l.fence AND nonce = l.nonce AND lease_until = l.lease_until
+                RETURNING * INTO l;
+                settled := FOUND;
+            ELSE
+                settled := true;
+            END IF;
+            EXIT WHEN settled;
+            SELECT * INTO l FROM wirecall.ledger WHERE caller = c.caller AND method = c.method AND key = c.key;
+        END LOOP;
+        IF NOT settled THEN
+            RAISE lock_not_available USING MESSAGE = 'the record changed 100 times while it was looked at';
+        END IF;
+        RETURN NEXT wirecall.seen(l);
+    END LOOP;
+END $$;
+
+CREATE OR REPLACE FUNCTION wirecall.insert_keyless(calls wirecall.keyless[]) RETURNS SETOF wirecall.ledger LANGUAGE plpgsql
+SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bitmapscan = off AS $$
+BEGIN
+    PERFORM pg_advisory_xact_lock(hashtextextended(encode(likeness, 'hex'), 0)) FROM unnest(calls) WHERE likeness IS NOT NULL;
+    RETURN QUERY INSERT INTO wirecall.ledger (
+        caller, method, key, fingerprint, state, fence, nonce, committed, attempts, started_at, lease_until, retention,
+        expires_at, delivery, deliverer, likeness, params, may_rerun, due
+    )
+    SELECT caller, method, key, fingerprint, 'running', nextval('wirecall.fence'), nonce, committed, 1, clock_timestamp(),
+        clock_timestamp() + lease, retention,
+        clock_timestamp() + lease + wirecall.sweeps_after(committed, on_crash <> 'unknown', retention),
+        'pending', nonce, likeness, params, nullif(on_crash <> 'unknown', false), clock_timestamp() + retention
+    FROM unnest(calls) AS c
+    WHERE CASE WHEN is_new THEN true ELSE
+        (is_new IS NULL OR NOT EXISTS (
+            SELECT FROM unnest(calls) AS e WHERE e.likeness = c.likeness AND e.nth < c.nth AND e.key <> ALL (c.beside)
+        )) AND NOT EXISTS (
+            SELECT FROM wirecall.ledger AS l WHERE l.likeness = c.likeness AND wirecall.recognise(l, c) <> 'pass' OFFSET 0
+        )
+    END
+    ON CONFLICT DO NOTHING RETURNING *;
+END $$;
+
 CREATE OR REPLACE FUNCTION wirecall.complete(completions json, again boolean)
 RETURNS TABLE (caller text, method text, key text) LANGUAGE plpgsql
 SET lock_timeout = '2s' SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_indexscan = off
@@ -618,11 +806,12 @@ BEGIN
     RETURN QUERY UPDATE wirecall.ledger AS l
     SET state = 'done', lease_until = clock_timestamp(), retention = wirecall.seconds(c.retention),
         expires_at = clock_timestamp() + wirecall.seconds(c.retention), completed_at = clock_timestamp(),
+        due = least(l.due, clock_timestamp() + wirecall.seconds(c.retention)),
         kind = outcome->>'kind', payload = decode(outcome->>'payload', 'base64'), digest = decode(outcome->>'digest', 'base64')
     FROM json_to_recordset(completions) AS c (id json, fence bigint, nonce text, outcome json, retention float8)
     WHERE l.caller = id->>'caller' AND l.method = id->>'method' AND l.key = id->>'key'
         AND l.fence = c.fence AND l.nonce = decode(c.nonce, 'base64')
-        AND CASE l.state WHEN 'running' THEN true WHEN 'unknown' THEN true END
+        AND l.state IN ('running', 'unknown')
     RETURNING l.caller, l.method, l.key;
 
     IF again THEN
@@ -630,7 +819,7 @@ BEGIN
         FROM wirecall.ledger AS l, json_to_recordset(completions) AS c (id json, fence bigint, nonce text, outcome json)
         WHERE l.caller = id->>'caller' AND l.method = id->>'method' AND l.key = id->>'key'
             AND l.fence = c.fence AND l.nonce = decode(c.nonce, 'base64')
-            AND CASE l.state WHEN 'done' THEN l.digest = decode(outcome->>'digest', 'base64') END;
+            AND l.state = 'done' AND l.digest = decode(outcome->>'digest', 'base64');
     END IF;
 END $$;
 
@@ -647,9 +836,168 @@ BEGIN
     FROM json_to_recordset(points) AS c (id json, fence bigint, nonce text, lease float8)
     WHERE l.caller = id->>'caller' AND l.method = id->>'method' AND l.key = id->>'key'
         AND l.fence = c.fence AND l.nonce = decode(c.nonce, 'base64')
-        AND CASE l.state WHEN 'running' THEN l.lease_until > clock_timestamp() END
+        AND l.state = 'running' AND l.lease_until > clock_timestamp()
     RETURNING l.caller, l.method, l.key;
 END $$;
+
+-- Move the fronts of the methods: note which records are open still, a minute after their beginning. Gives how many records it
+-- has looked at, at least `most` if there may be more. One process does that at a time.
+CREATE OR REPLACE FUNCTION wirecall.advance(most integer) RETURNS integer LANGUAGE plpgsql
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
+DECLARE
+    looked integer := 0;
+    number integer;
+    name text;
+    last_at timestamptz;
+    until timestamptz := clock_timestamp() - make_interval(secs => {unknown_after});
+BEGIN
+    IF NOT pg_try_advisory_xact_lock(hashtextextended('wirecall front', 0)) THEN
+        RETURN 0;
+    END IF;
+    name := (SELECT l.method || '' FROM wirecall.ledger AS l ORDER BY l.method || '' LIMIT 1);
+    WHILE name IS NOT NULL AND looked < most LOOP
+        WITH page AS (
+            SELECT l.caller, l.method, l.key, l.state, l.started_at FROM wirecall.ledger AS l
+            WHERE l.method || '' = name AND l.started_at <= until
+                AND l.started_at > coalesce((SELECT f.reached FROM wirecall.fronts AS f WHERE f.method = name), '-infinity')
+            ORDER BY l.started_at FETCH FIRST (most - looked) ROWS WITH TIES
+        ), noted AS (
+            INSERT INTO wirecall.open SELECT p.caller, p.method, p.key FROM page AS p
+            WHERE p.state IN ('running', 'unknown', 'waiting') ON CONFLICT DO NOTHING
+        )
+        SELECT count(*), max(p.started_at) INTO number, last_at FROM page AS p;
+        IF number > 0 THEN
+            INSERT INTO wirecall.fronts VALUES (name, last_at) ON CONFLICT (method) DO UPDATE SET reached = excluded.reached;
+        END IF;
+        looked := looked + number;
+        name := (SELECT l.method || '' FROM wirecall.ledger AS l WHERE l.method || '' > name ORDER BY l.method || '' LIMIT 1);
+    END LOOP;
+    IF looked < most THEN
+        DELETE FROM wirecall.open AS o WHERE NOT EXISTS (
+            SELECT FROM wirecall.ledger AS l WHERE l.caller = o.caller AND l.method = o.method AND l.key = o.key
+                AND l.state IN ('running', 'unknown', 'waiting') OFFSET 0
+        );
+    END IF;
+    RETURN looked;
+END $$;
+
+-- All records that run, wait or are unknown.
+CREATE OR REPLACE FUNCTION wirecall.all_open() RETURNS SETOF wirecall.ledger LANGUAGE plpgsql STABLE
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off SET jit = off AS $$
+BEGIN
+    RETURN QUERY
+    SELECT (l.found).* FROM wirecall.open AS o, LATERAL (
+        SELECT l AS found FROM wirecall.ledger AS l
+        WHERE l.caller = o.caller AND l.method = o.method AND l.key = o.key LIMIT 1
+    ) AS l
+    WHERE (l.found).state IN ('running', 'unknown', 'waiting')
+        AND (l.found).started_at <= (SELECT f.reached FROM wirecall.fronts AS f WHERE f.method = o.method);
+
+    RETURN QUERY
+    WITH RECURSIVE steps (method) AS (
+        (SELECT o.method || '' FROM wirecall.ledger AS o ORDER BY o.method || '' LIMIT 1)
+        UNION ALL
+        SELECT (SELECT o.method || '' FROM wirecall.ledger AS o WHERE o.method || '' > s.method ORDER BY o.method || '' LIMIT 1)
+        FROM steps AS s WHERE s.method IS NOT NULL
+    )
+    SELECT (l.found).* FROM steps AS s, LATERAL (
+        SELECT l AS found FROM wirecall.ledger AS l
+        WHERE l.method || '' = s.method AND l.state IN ('running', 'unknown', 'waiting')
+            AND l.started_at > coalesce((SELECT f.reached FROM wirecall.fronts AS f WHERE f.method = s.method), '-infinity')
+        OFFSET 0
+    ) AS l;
+END $$;
+
+-- Record that the outcomes of committed runs are unknown whose holders are dead; gives how many.
+CREATE OR REPLACE FUNCTION wirecall.lose(most integer, unknown_kept interval) RETURNS integer LANGUAGE plpgsql
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
+DECLARE
+    changed integer;
+BEGIN
+    UPDATE wirecall.ledger AS l
+    SET state = 'unknown', lease_until = clock_timestamp(), taken_at = greatest(l.taken_at, l.lease_until),
+        expires_at = clock_timestamp() + unknown_kept, due = clock_timestamp() + unknown_kept
+    FROM (
+        SELECT o.caller, o.method, o.key FROM wirecall.all_open() AS o
+        WHERE o.state = 'running' AND o.committed AND o.expires_at <= clock_timestamp()
+        ORDER BY o.caller, o.method, o.key LIMIT most
+    ) AS o
+    WHERE l.caller = o.caller AND l.method = o.method AND l.key = o.key
+        AND l.state = 'running' AND l.committed AND l.expires_at <= clock_timestamp();
+    GET DIAGNOSTICS changed = ROW_COUNT;
+    RETURN changed;
+END $$;
+
+-- A page of records for operators, the newest first. `stored` are states, and `dead` says of each whether its runs must be
+-- committed and without a lease (NULL: that does not matter). A caller with few records is found by the primary key; open
+-- records are few; for others, methods are few: the index finds one after another, and the newest records of each.
+CREATE OR REPLACE FUNCTION wirecall.page(
+    stored text[], dead boolean[], of_method text, of_caller text, since timestamptz, until timestamptz, last_at timestamptz,
+    last_caller text, last_method text, last_key text, most integer
+) RETURNS SETOF wirecall.record LANGUAGE plpgsql STABLE
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off SET jit = off AS $$
+DECLARE
+    number integer;
+    is_wanted text := 'l.started_at >= $5 AND l.started_at < $6 AND l.started_at <= $7
+        AND (l.started_at, l.caller, l.method, l.key) < ($7, $8, $9, $10) AND l.state = ANY ($1)';
+    newest text := 'ORDER BY l.started_at DESC, l.caller DESC, l.method DESC, l.key DESC LIMIT $11';
+    is_so_dead text := ' AND EXISTS (
+            SELECT FROM unnest($1, $2) AS s (state, is_dead) WHERE s.state = l.state
+                AND (s.is_dead IS NULL OR s.is_dead = (l.committed AND l.lease_until <= clock_timestamp()))
+        ) ';
+    place text;
+BEGIN
+    IF of_caller IS NOT NULL THEN
+        SELECT count(*) INTO number FROM (SELECT FROM wirecall.ledger AS l WHERE l.caller = of_caller LIMIT 2001) AS l;
+    END IF;
+    IF number <= 2000 THEN
+        place := 'wirecall.ledger AS l WHERE l.caller = $4 AND ($3 IS NULL OR l.method = $3) AND ';
+    ELSIF stored <@ ARRAY['running', 'unknown', 'waiting'] THEN
+        place := 'wirecall.all_open() AS l WHERE ($4 IS NULL OR l.caller = $4) AND ($3 IS NULL OR l.method = $3) AND ';
+    END IF;
+    IF place IS NOT NULL THEN
+        RETURN QUERY EXECUTE 'SELECT seen.* FROM (SELECT l AS found FROM ' || place || is_wanted || is_so_dead || newest
+            || ') AS l, wirecall.seen(l.found) AS seen'
+            USING stored, dead, of_method, of_caller, since, until, last_at, last_caller, last_method, last_key, most;
+        RETURN;
+    END IF;
+    IF of_caller IS NOT NULL THEN
+        is_wanted := 'l.caller || '''' = $4 AND ' || is_wanted;
+    END IF;
+    -- Here none of the states asks whether a run is dead.
+    RETURN QUERY EXECUTE
+        'WITH RECURSIVE steps (method) AS (
+            SELECT coalesce($3, (SELECT o.method || '''' FROM wirecall.ledger AS o ORDER BY o.method || '''' LIMIT 1)) COLLATE "C"
+            UNION ALL
+            SELECT (
+                SELECT o.method || '''' FROM wirecall.ledger AS o WHERE o.method || '''' > s.method ORDER BY o.method || '''' LIMIT 1
+            )
+            FROM steps AS s WHERE $3 IS NULL AND s.method IS NOT NULL
+        )
+        SELECT seen.* FROM (
+            SELECT l.found FROM steps AS s, LATERAL (
+                SELECT l.started_at, l.caller, l.method, l.key, l AS found FROM wirecall.ledger AS l
+                WHERE l.method || '''' = s.method AND ' || is_wanted || '
+                ORDER BY l.started_at DESC, l.caller DESC, l.key DESC LIMIT $11
+            ) AS l ' || newest || '
+        ) AS l, wirecall.seen(l.found) AS seen'
+        USING stored, dead, of_method, of_caller, since, until, last_at, last_caller, last_method, last_key, most;
+END $$;
+
+-- name: index 9 ledger_begun
+CREATE INDEX ledger_begun ON wirecall.ledger ((method || ''), started_at, (caller || ''))
+
+-- name: index 9 ledger_due
+CREATE INDEX ledger_due ON wirecall.ledger (due)
+
+-- name: index 9 ledger_buried
+CREATE INDEX ledger_buried ON wirecall.ledger (due) WHERE buried
+
+-- name: unused 9 ledger_newest
+DROP INDEX IF EXISTS wirecall.ledger_newest
+
+-- name: unused 9 ledger_expires_at
+DROP INDEX IF EXISTS wirecall.ledger_expires_at
 
 -- name: opened
 SELECT current_setting('synchronous_commit'), current_setting('fsync'), to_regclass('wirecall.version') IS NOT NULL
@@ -684,6 +1032,14 @@ DO $$ BEGIN
         number integer PRIMARY KEY, migrated_at timestamptz NOT NULL DEFAULT clock_timestamp()
     );
 END $$
+
+-- name: partition
+-- One of the parts of a new table.
+CREATE TABLE wirecall.ledger_%(nth)s PARTITION OF wirecall.ledger
+FOR VALUES WITH (MODULUS %(of)s, REMAINDER %(nth)s) WITH (fillfactor = 60)
+
+-- name: partitions
+SELECT count(*) FROM pg_inherits WHERE inhparent = to_regclass('wirecall.ledger')
 
 -- name: migrated
 INSERT INTO wirecall.version (number) VALUES (%(number)s) ON CONFLICT DO NOTHING
@@ -766,7 +1122,8 @@ SELECT * FROM wirecall.commit_points(%(items)s::json)
 UPDATE wirecall.ledger
 SET state = 'waiting', attempts = 0, committed = false,
     lease_until = clock_timestamp(), expires_at = clock_timestamp() + wirecall.seconds(%(retention)s),
-    kind = %(kind)s, payload = %(payload)s, digest = %(digest)s
+    kind = %(kind)s, payload = %(payload)s, digest = %(digest)s,
+    due = least(due, clock_timestamp() + wirecall.seconds(%(retention)s))
 WHERE caller = %(caller)s AND method = %(method)s AND key = %(key)s AND fence = %(fence)s AND nonce = %(nonce)s
     AND state = 'running'
 RETURNING true
@@ -797,7 +1154,8 @@ RETURNING true
 UPDATE wirecall.ledger AS l
 SET state = 'done', lease_until = clock_timestamp(), retention = wirecall.seconds(%(retention)s),
     expires_at = clock_timestamp() + wirecall.seconds(%(retention)s), completed_at = clock_timestamp(),
-    kind = %(kind)s, payload = %(payload)s, digest = %(digest)s
+    kind = %(kind)s, payload = %(payload)s, digest = %(digest)s,
+    due = least(due, clock_timestamp() + wirecall.seconds(%(retention)s))
 WHERE caller = %(caller)s AND method = %(method)s AND key = %(key)s AND wirecall.standing(l) = 'unknown'
     AND (%(seen)s::bigint IS NULL OR fence = %(seen)s::bigint)
 RETURNING true
@@ -842,34 +1200,48 @@ WHERE t.started_at >= coalesce(to_timestamp(%(since)s), '-infinity') AND t.start
 LIMIT %(limit)s
 
 -- name: counts
-SELECT state, count(*) FROM wirecall.ledger GROUP BY state
+SELECT state, count(*) FROM wirecall.all_open() GROUP BY state
+UNION ALL SELECT 'dead', count(*) FROM wirecall.all_open()
+    WHERE state = 'running' AND committed AND lease_until <= clock_timestamp()
+UNION ALL SELECT 'tombstone', count(*) FROM wirecall.ledger WHERE buried
+UNION ALL SELECT 'all', count(*) FROM wirecall.ledger
 
--- name: count dead
-SELECT count(*) FROM wirecall.ledger WHERE state = 'running' AND committed AND lease_until <= clock_timestamp()
+-- name: advance
+SELECT wirecall.advance(%(most)s)
+
+-- name: lose
+SELECT wirecall.lose(%(limit)s, make_interval(secs => {forever}))
 
 -- name: sweep
 -- The clock is read in a subquery: as a volatile function in the condition itself it would keep the index out. A list with a
 -- limit is a separate query: inside another one it may be evaluated again for each row, and then it has no limit.
 WITH due AS (
-    SELECT caller, method, key, CASE WHEN state = 'running' AND NOT committed THEN 'released' ELSE state END AS state
-    FROM wirecall.ledger WHERE expires_at <= (SELECT clock_timestamp()) AND state <> 'unknown'
-    ORDER BY expires_at LIMIT %(limit)s FOR UPDATE SKIP LOCKED
+    SELECT caller, method, key, CASE WHEN state = 'running' AND NOT committed THEN 'released' ELSE state END AS state,
+        expires_at <= clock_timestamp() AS is_over
+    FROM wirecall.ledger AS l WHERE due <= (SELECT clock_timestamp())
+    ORDER BY due LIMIT %(limit)s FOR UPDATE SKIP LOCKED
+), later AS (
+    UPDATE wirecall.ledger AS l SET due = l.expires_at, buried = l.state = 'tombstone' FROM due
+    WHERE (l.caller, l.method, l.key) = (due.caller, due.method, due.key) AND NOT due.is_over
+    RETURNING 1
 ), gone AS (
     DELETE FROM wirecall.ledger AS l USING due
-    WHERE (l.caller, l.method, l.key) = (due.caller, due.method, due.key) AND due.state IN ('tombstone', 'waiting', 'released')
+    WHERE (l.caller, l.method, l.key) = (due.caller, due.method, due.key) AND due.is_over
+        AND due.state IN ('tombstone', 'waiting', 'released')
     RETURNING 1
 ), buried AS (
     UPDATE wirecall.ledger AS l
-    SET state = 'tombstone', payload = NULL, likeness = NULL, params = NULL, expires_at = clock_timestamp() + {burial} * l.retention
+    SET state = 'tombstone', buried = true, payload = NULL, likeness = NULL, params = NULL, expires_at = clock_timestamp() + {burial} * l.retention,
+        due = clock_timestamp() + {burial} * l.retention
     FROM due
-    WHERE (l.caller, l.method, l.key) = (due.caller, due.method, due.key) AND due.state = 'done'
+    WHERE (l.caller, l.method, l.key) = (due.caller, due.method, due.key) AND due.is_over AND due.state = 'done'
     RETURNING 1
 ), lost AS (
     UPDATE wirecall.ledger AS l
     SET state = 'unknown', lease_until = clock_timestamp(), taken_at = greatest(l.taken_at, l.lease_until),
-        expires_at = clock_timestamp() + make_interval(secs => {forever})
+        expires_at = clock_timestamp() + make_interval(secs => {forever}), due = clock_timestamp() + make_interval(secs => {forever})
     FROM due
-    WHERE (l.caller, l.method, l.key) = (due.caller, due.method, due.key) AND due.state = 'running'
+    WHERE (l.caller, l.method, l.key) = (due.caller, due.method, due.key) AND due.is_over AND due.state = 'running'
     RETURNING 1
 ), over AS (
     SELECT id FROM wirecall.tasks WHERE expires_at <= (SELECT clock_timestamp())
@@ -878,7 +1250,7 @@ WITH due AS (
     DELETE FROM wirecall.tasks AS t USING over WHERE t.id = over.id RETURNING 1
 )
 SELECT (SELECT count(*) FROM gone) + (SELECT count(*) FROM buried) + (SELECT count(*) FROM lost)
-    + (SELECT count(*) FROM forgotten)
+    + (SELECT count(*) FROM forgotten), (SELECT count(*) FROM later)
 
 -- name: mark
 -- Each mark removes some that have expired.
@@ -938,11 +1310,12 @@ SELECT set_config('lock_timeout', %(turn)s, true), set_config('idle_in_transacti
 -- name: enter
 INSERT INTO wirecall.ledger (
     caller, method, key, fingerprint, state, fence, nonce, committed, attempts, started_at, lease_until, retention, expires_at,
-    params
+    params, due
 ) VALUES (
     %(caller)s, %(method)s, %(key)s, %(fingerprint)s, 'running', nextval('wirecall.fence'), %(nonce)s, %(committed)s, 1,
     clock_timestamp(), clock_timestamp() + wirecall.seconds(%(lease)s), wirecall.seconds(%(retention)s),
-    clock_timestamp() + wirecall.seconds(%(lease)s) + wirecall.seconds(%(retention)s), %(params)s
+    clock_timestamp() + wirecall.seconds(%(lease)s) + wirecall.seconds(%(retention)s), %(params)s,
+    clock_timestamp() + wirecall.seconds(%(retention)s)
 ) ON CONFLICT DO NOTHING
 RETURNING fence, extract(epoch FROM started_at)::float8, pg_current_xact_id()::text, pg_backend_pid(),
     set_config('lock_timeout', '3s', true); -- from here on, for the statements of the handler, which may set another

@@ -116,9 +116,13 @@ SAFE = {
     "maxmemory-policy": ("noeviction", "Redis removes records when its memory is full"),
 }
 
-# Records per page, and pages per call of `sweep`: 10,000 records, or 50 ms of the server's time.
+# Records per page.
 PAGE = 100
-STEPS = 100
+
+# Records that the sweep looks at together, few so that commands go in between; and how often a call
+# of `sweep` does that: 10,000 records, or 50 ms of the server's time.
+PIECE = 20
+STEPS = 500
 
 # The number of sets of open tasks. With one set, all tasks of a cluster would depend on one of its
 # servers.
@@ -743,8 +747,8 @@ class RedisLedger:
             if not self._round:
                 self._round = await self._walk()
             self._unswept = await self._scan(self._round)
-        page = self._unswept[:PAGE]
-        self._unswept = self._unswept[PAGE:]
+        page = self._unswept[:PIECE]
+        self._unswept = self._unswept[PIECE:]
         marks = await self._run_all("due", page)
         due = list(compress(page, (mark & 1 for mark in marks)))
         await self._note(list(compress(page, (mark & 2 for mark in marks))))

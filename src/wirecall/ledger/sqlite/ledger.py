@@ -82,6 +82,9 @@ from wirecall.ledger.sqlite.writer import Job, Writer, nothing, take_fences
 # A caller with more records than these is looked for in the order of time.
 FEW = 2000
 
+# Records that one job of the sweep changes. The commands that arrive go in between.
+PIECE = 15
+
 T = TypeVar("T")
 Q = TypeVar("Q")
 Names: TypeAlias = list[str]  # inside the class, `list` is a method
@@ -289,7 +292,13 @@ class SqliteLedger:
         return await self._read(self._counts, None)
 
     async def sweep(self, limit: int = 500) -> int:
-        changed: int = await self._running().ask(Job(partial(self._sweep, limit)))
+        changed = 0
+        while changed < limit:
+            piece = min(PIECE, limit - changed)
+            swept: int = await self._running().ask(Job(partial(self._sweep, piece)))
+            changed += swept
+            if swept < piece:
+                break
         return changed
 
     async def mark(self, channel: str, mark: Mark, ttl: float) -> None:

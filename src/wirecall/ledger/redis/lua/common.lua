@@ -140,10 +140,25 @@ local function to_unknown(ended)
   end
 end
 
+-- What remains of a record that is a tombstone, beside its state and its times.
+local REMAINS = {
+  'fence', 'nonce', 'fingerprint', 'committed', 'attempts', 'started_at', 'completed_at', 'kind', 'digest', 'delivery',
+  'deliverer', 'task', 'v'}
+
+-- The hash is made again: one that has held a long payload takes three times the memory, also after the payload is gone.
 local function bury()
   local kept = (TOMBSTONE_FACTOR - 1) * redis.call('HGET', record, 'retention')
-  turn('tombstone', kept)
-  redis.call('HDEL', record, 'payload', 'params')
+  local values = redis.call('HMGET', record, unpack(REMAINS))
+  local tombstone = {'state', 'tombstone', 'lease_until', '0', 'expires', whole(now + kept)}
+  for place, field in ipairs(REMAINS) do
+    if values[place] then
+      tombstone[#tombstone + 1] = field
+      tombstone[#tombstone + 1] = values[place]
+    end
+  end
+  redis.call('DEL', record)
+  redis.call('HSET', record, unpack(tombstone))
+  note('tombstone')
   -- Redis itself removes only a tombstone, a while after the sweep would remove it: a server whose clock jumps forward
   -- would remove every other record at once, and a retry would run.
   redis.call('PEXPIRE', record, whole((kept + GRACE) / 1000))

@@ -1,0 +1,115 @@
+"""Records of PostgreSQL that run, wait or are unknown: they are found without an index of states."""
+
+from typing import Any
+
+import psycopg
+import pytest
+from msgspec import structs
+
+from tests.ledger import ID, LEASE, RETENTION, granted, in_state, outcome_of, present
+from tests.servers import Store
+from wirecall.ledger.base import Ledger, Only, State
+
+pytestmark = pytest.mark.parametrize("store", ["postgres"], indirect=True)
+
+DAY = 86_400.0
+OPEN = (State.RUNNING, State.WAITING, State.UNKNOWN)
+
+
+def ask(store: Store, statement: str) -> Any:
+    with psycopg.connect(store.url, autocommit=True) as db:
+        cursor = db.execute(statement.encode())
+        return cursor.fetchall() if cursor.description else None
+
+
+@pytest.mark.parametrize("is_swept", [False, True])
+async def test_open_records_are_found_before_and_behind_the_front(
+    is_swept: bool, ledger: Ledger, store: Store
+) -> None:
+    ids = {state: structs.replace(ID, key=state.value) for state in OPEN}
+    for state, id in ids.items():
+        await in_state(state, ledger, store, id, lease=DAY, retention=DAY)
+    done = structs.replace(ID, key="done")
+    await in_state(State.DONE, ledger, store, done)
+    for id in (*ids.values(), done):
+        store.age(id, 100)
+    if is_swept:
+        assert await ledger.sweep() == 0
+        assert ask(store, "SELECT count(*) FROM wirecall.open") == [(3,)]
+    for state, id in ids.items():
+        assert [record.id for record in await ledger.list(state)] == [id]
+        seldom = await ledger.list(state, only=Only(caller="alice", method="charge"))
+        assert [record.id for record in seldom] == [id]
+        assert (await ledger.counts())[state] == 1
+    assert len(await ledger.list()) == 4
+
+
+async def test_sweep_forgets_open_records_that_have_ended(ledger: Ledger, store: Store) -> None:
+    record = await granted(ledger, lease=DAY)
+    store.age(ID, 100)
+    assert await ledger.sweep() == 0
+    assert ask(store, "SELECT key FROM wirecall.open") == [("key-1",)]
+    assert await ledger.complete(record.token, outcome_of(), RETENTION)
+    assert await ledger.list(State.RUNNING) == []
+    assert (await ledger.counts())[State.DONE] == 1
+    assert await ledger.sweep() == 0
+    assert ask(store, "SELECT key FROM wirecall.open") == []
+
+
+async def test_key_that_is_used_again_is_counted_once(ledger: Ledger, store: Store) -> None:
+    """Its old name stands behind the front."""
+    record = await granted(ledger, lease=DAY)
+    store.age(ID, 100)
+    assert await ledger.sweep() == 0
+    assert await ledger.release(record.token)
+    await granted(ledger)
+    assert len(await ledger.list(State.RUNNING)) == 1
+    assert (await ledger.counts())[State.RUNNING] == 1
+
+
+async def test_run_whose_holder_died_behind_the_front_becomes_unknown(
+    ledger: Ledger, store: Store
+) -> None:
+    await granted(ledger, lease=DAY)
+    store.age(ID, 100)
+    assert await ledger.sweep() == 0
+    ask(
+        store,
+        "UPDATE wirecall.ledger SET lease_until = clock_timestamp() - interval '61 s', "
+        "expires_at = clock_timestamp() - interval '1 s'",
+    )
+    assert await ledger.sweep() == 1
+    assert (await present(ledger)).state is State.UNKNOWN
+
+
+async def test_record_that_the_version_before_wrote_is_swept_in_its_time(
+    ledger: Ledger, store: Store
+) -> None:
+    """That version does not write when a record is due, or that it is buried."""
+    await in_state(State.DONE, ledger, store)
+    ask(store, "UPDATE wirecall.ledger SET due = DEFAULT")
+    assert await ledger.sweep() == 0
+    assert ask(store, "SELECT due = expires_at, buried FROM wirecall.ledger") == [(True, False)]
+    ask(
+        store,
+        "UPDATE wirecall.ledger SET state = 'tombstone', payload = NULL, due = DEFAULT, "
+        "expires_at = clock_timestamp() + interval '1 day'",
+    )
+    assert await ledger.sweep() == 0
+    assert (await ledger.counts())[State.TOMBSTONE] == 1
+    store.age(ID, DAY + 1)
+    assert await ledger.sweep() == 1
+    assert await ledger.get(ID) is None
+
+
+async def test_front_passes_many_records_in_one_sweep(
+    ledger: Ledger, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from wirecall.ledger.postgres import ledger as postgres_ledger
+
+    monkeypatch.setattr(postgres_ledger, "STEP", 3)
+    for number in range(10):
+        await granted(ledger, structs.replace(ID, key=str(number)), lease=LEASE * 100)
+    ask(store, "UPDATE wirecall.ledger SET started_at = now() - interval '2 minutes'")
+    assert await ledger.sweep() == 0
+    assert ask(store, "SELECT count(*) FROM wirecall.open") == [(10,)]
