@@ -231,7 +231,7 @@ class Claims:
                 if run.task is not None:
                     await run.task.found(record)
                 if record.state is not _RUNNING:
-                    return recorded(record, repeats_unknown=run.method.terms.repeats_unknown)
+                    return recorded(record, repeats_unknown=run.method.repeats_unknown)
             self._follow(run, flight, record, patience)
             pause = delay
             if patience > 0:

@@ -394,7 +394,7 @@ class Receipts:
             return
         receipt.state = after
         if after is _ABANDONED:  # the answer was not an outcome
-            if run.method.terms.repeats_unknown:
+            if run.method.repeats_unknown:
                 self._mark_lost(run)
             else:
                 self._forget(run)

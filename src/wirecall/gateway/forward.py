@@ -166,8 +166,6 @@ def forwarded(upstream: Upstream, tool: str) -> Method:
         wait=upstream.origin.timeout,
         resend_after=upstream.origin.resend_after,
         max_stored_result=MOST_STORED,
-        # A server without hints has commands only, and must not stay unusable after a crash.
-        repeats_unknown=False,
     )
     method = Method(
         run,
@@ -179,6 +177,8 @@ def forwarded(upstream: Upstream, tool: str) -> Method:
         terms=terms,
         expose=("mcp",),
         reserved=True,
+        # A server without hints has commands only, and must not stay unusable after a crash.
+        repeats_unknown=False,
         find=providers.find,
     )
     method.prepare(providers)

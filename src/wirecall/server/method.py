@@ -103,9 +103,6 @@ class Terms(Struct, frozen=True, kw_only=True):
     reconcile: Callable[..., object] | None = None
     # The handler calls ctx.commit_point() itself.
     commit_point: bool = False
-    # Equal calls without a key get "unknown" for as long as `loss_window`. Else the first caller
-    # that receives it has the answer, and the next equal call is a new one.
-    repeats_unknown: bool = True
     # The ledger keeps the params, without secrets, for operators.
     record_params: bool = False
 
@@ -204,6 +201,7 @@ class Method:
         arguments: ArgumentRule = "strict",
         key_at: str | None = None,
         reserved: bool = False,
+        repeats_unknown: bool = True,
         find: Find | None = None,
         raw: bool = False,
         record: str | None = None,
@@ -280,6 +278,9 @@ class Method:
         # Step 3: the terms of a record. A query that becomes a task also has one. It changes
         # nothing, so it may always run again.
         self.terms = terms or Terms()
+        # Equal calls without a key get "unknown" for as long as `loss_window`. Else the first
+        # caller that receives it has the answer, and the next equal call is a new one.
+        self.repeats_unknown = repeats_unknown
         if terms is None and task is not None:
             self.terms = Terms(on_crash="rerun", commit_point=True)
         if not self.terms.commit_point and "commit_point" in named:
