@@ -281,7 +281,7 @@ def test_dockerfile_asks_for_health_and_compose_for_readiness(compose: dict[str,
 def test_compose_migrates_before_each_start(
     compose: dict[str, Any], postgres_server: Postgres, tmp_path: Path
 ) -> None:
-    """The command of the service `migrate`, on an empty database, and once more: a second `up`."""
+    """The command of the service `migrate`, on an empty database, and again for a second `up`."""
     services = compose["services"]
     needed = services["app"]["depends_on"]["migrate"]["condition"]
     assert needed == "service_completed_successfully"

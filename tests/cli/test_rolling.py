@@ -74,8 +74,10 @@ class Server:
 
 
 @asynccontextmanager
-async def servers(folder: Path, count: int, *words: str) -> AsyncIterator[list[Server]]:
-    (folder / "effects.py").write_text(APP)
+async def servers(
+    folder: Path, count: int, *words: str, app: str = APP
+) -> AsyncIterator[list[Server]]:
+    (folder / "effects.py").write_text(app)
     started = [Server(folder, free_port(), *words) for _ in range(count)]
     try:
         for each in started:
@@ -184,3 +186,63 @@ async def test_drain_does_not_delay_the_end_of_a_server_that_must_not_wait(
         if "1h" in words:
             server.send(signal.SIGTERM)
         assert await server.ended() == 0
+
+
+# --- servers that are killed while others are upgraded --------------------------------------------
+
+# Of a server that is killed, a command in flight has an unknown outcome; its lease ends soon.
+LEASE_OF_KILLED = '@app.command(key="auto")', '@app.command(key="auto", lease=1)'
+
+
+async def persistent(number: int, balancer: Balancer, stop: asyncio.Event) -> dict[str, str]:
+    """Repeat each call with its key until an answer says whether it ran; return what it said."""
+    said: dict[str, str] = {}
+    while not stop.is_set():
+        order = f"{number}-{len(said)}"
+        said[order] = await insist(balancer, order)
+    return said
+
+
+async def insist(balancer: Balancer, order: str) -> str:
+    while True:
+        try:
+            answer = await balancer.post(call("take", {"order": order}), f"key-{order}")
+        except (OSError, asyncio.IncompleteReadError):
+            continue  # its server was killed
+        told = read(answer.body)
+        if "result" in told:
+            assert told["result"] == order
+            return "yes"
+        ran: str = told["error"]["data"]["ran"]
+        if ran == "unknown" and told["error"]["code"] == 50910:
+            return ran
+
+
+async def test_servers_are_killed_and_replaced_without_a_doubled_effect(tmp_path: Path) -> None:
+    """Every answer tells the truth: `yes` is one effect, and `unknown` at most one."""
+    words = ["--workers", "1", "--drain", "1s"]
+    async with servers(tmp_path, 2, *words, app=APP.replace(*LEASE_OF_KILLED)) as both:
+        balancer = Balancer([each.port for each in both])
+        stop = asyncio.Event()
+        async with balancer.watching(), asyncio.TaskGroup() as group:
+            for each in both:
+                await balancer.until(each.port, is_ready=True)
+            clients = [
+                group.create_task(persistent(number, balancer, stop)) for number in range(CLIENTS)
+            ]
+            for _ in range(ROUNDS):
+                first, second = both
+                first.send(signal.SIGKILL)
+                await first.ended()
+                await balancer.until(first.port, is_ready=False)
+                await first.start()
+                await balancer.until(first.port, is_ready=True)
+                await replace(second, balancer)
+            stop.set()
+        said = {order: ran for each in clients for order, ran in each.result().items()}
+    found = effects(tmp_path)
+    assert found.keys() <= said.keys()
+    assert max(found.values()) == 1
+    assert [order for order, ran in said.items() if ran == "yes" and found[order] != 1] == []
+    unknown = [order for order, ran in said.items() if ran == "unknown"]
+    assert len(unknown) <= CLIENTS * ROUNDS, "each kill meets one call of each client"

@@ -11,9 +11,9 @@ The process that the supervisor knows keeps its id: when its own server has ende
 | The first process | SIGHUP | the successor serves | the successor ends | SIGTERM |
 | --- | --- | --- | --- | --- |
 | serves | start a successor | - | - | stop |
-| serves, with a successor that starts | once more later | leave, then keep | log it | stop both |
+| serves, with a successor that starts | start another later | leave, then keep | log it | stop both |
 | keeps (`keeper`) | start the next | - | end with its code | pass it on |
-| keeps, with a next one that starts | once more later | let the last one leave | log it | pass it on |
+| keeps, with a next one that starts | start another later | let the last one leave | log it | pass it on |
 
 A successor and its predecessor speak over a pair of sockets: first the `Handover`, then SERVING from
 the successor, then LEAVE from the predecessor. A successor whose predecessor has gone stops.
@@ -329,7 +329,7 @@ class Succession:
         }
         sys.stderr.flush()
         sys.stdout.flush()
-        # A fresh process image: nothing of the old app is left, whatever its threads do.
+        # A fresh process image: it has nothing of the old app, whatever its threads do.
         os.execve(sys.executable, [sys.executable, "-m", KEEPER], variables)
 
 

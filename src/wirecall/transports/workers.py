@@ -46,7 +46,7 @@ QUIET = 60.0
 class Leave(Enum):
     """Why a server leaves."""
 
-    # Balancers have to hear about it first.
+    # Load balancers have to see it first.
     DRAIN = "drain"
     # Another process serves the address.
     REPLACED = "replaced"
