@@ -18,6 +18,8 @@ from tests.public import MADE, TOPICS, Topic
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 WIDTH = 88
+# The longest line of the formatter.
+LINE = 100
 # Members that are not for programs.
 HIDDEN = ("on_wire", "contents", "catalog", "obtain", "open", "aclose", "rows")
 
@@ -256,15 +258,21 @@ def entry(name: str, heading: str) -> str:
     return "\n".join(parts)
 
 
+def import_line(module: str, names: list[str]) -> str:
+    """Return an import as the formatter writes it."""
+    line = f"from {module} import {', '.join(names)}"
+    if len(line) <= LINE:
+        return line
+    return f"from {module} import (\n" + "".join(f"    {name},\n" for name in names) + ")"
+
+
 def page(topic: Topic) -> str:
     """Return one page as it should be."""
     by_module: dict[str, list[str]] = {}
     for name in topic.names:
         module, _, last = name.rpartition(".")
         by_module.setdefault(module, []).append(last)
-    imports = "\n".join(
-        f"from {module} import {', '.join(names)}" for module, names in by_module.items()
-    )
+    imports = "\n".join(import_line(module, names) for module, names in by_module.items())
     sections = [
         f"# {topic.title}\n",
         f"<!-- made by tests/docs_reference.py -->\n\n{topic.about}\n",

@@ -195,14 +195,9 @@ def test_pages_of_frameworks_show_the_programs_that_are_run() -> None:
 
 def test_tutorial_shows_the_programs_that_are_run() -> None:
     page = (ROOT / "docs" / "tutorial.md").read_text()
-    for name, function in (("shop", "app = App("), ("buy", "async def buy(")):
-        program = (ROOT / "examples" / "tutorial" / f"{name}.py").read_text()
-        end = "\n\n\ndef main" if name == "buy" else None
-        shown = (
-            program[program.index(function) :].split(end)[0]
-            if end
-            else program[program.index(function) :]
-        )
+    for name, function in (("server", "app = App("), ("client", "async def buy(")):
+        program = (ROOT / "examples" / f"tutorial_{name}.py").read_text()
+        shown = program[program.index(function) :].partition("\n\n\ndef main")[0]
         assert shown.strip() in page, name
 
 

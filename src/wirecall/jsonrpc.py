@@ -105,7 +105,7 @@ class Batch(Struct, frozen=True):
 
     `is_batch` says whether it was an array, and `requests` are its entries.
 
-    >>> parse_batch(b'[]').framing_error
+    >>> parse_batch(b"[]").framing_error
     b'{"jsonrpc":"2.0","error":{"code":-32600,"message":"Invalid Request","data":{"reason":"..."}},"id":null}'
     """
 

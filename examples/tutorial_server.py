@@ -1,4 +1,4 @@
-"""The server of docs/tutorial.md: wirecall serve examples/tutorial/shop.py"""
+"""The server of docs/tutorial.md: wirecall serve examples/tutorial_server.py"""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""The client of docs/tutorial.md, with FastMCP: python examples/tutorial/buy.py"""
+"""The client of docs/tutorial.md, with FastMCP: python examples/tutorial_client.py"""
 
 import asyncio
 import subprocess
@@ -7,7 +7,13 @@ from pathlib import Path
 
 from fastmcp import Client
 
-SERVE = [sys.executable, "-m", "wirecall", "serve", str(Path(__file__).with_name("shop.py"))]
+SERVE = [
+    sys.executable,
+    "-m",
+    "wirecall",
+    "serve",
+    str(Path(__file__).with_name("tutorial_server.py")),
+]
 
 
 async def buy(url: str) -> None:
