@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tests.client.conftest import nothing_is_left as nothing_is_left
+from tests.client.conftest import nothing_has_none_open as nothing_has_none_open
 from tests.client.peers import until
 from tests.gateway.bench import Bench
 from tests.gateway.fronts import introduction, message_of
@@ -35,7 +35,7 @@ class Faulty:
         self.connections: list[asyncio.BaseTransport] = []
 
     @property
-    def is_left(self) -> bool:
+    def has_none_open(self) -> bool:
         """Whether all of them are closed."""
         return all(each.is_closing() for each in self.connections)
 
