@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tests.client.conftest import nothing_has_none_open as nothing_has_none_open
+from tests.client.conftest import nothing_is_left as nothing_is_left
 from tests.client.peers import until
 from tests.gateway.bench import Bench
 from tests.gateway.fronts import introduction, message_of
