@@ -207,9 +207,9 @@ FAMILIES: dict[str, tuple[str, dict[str, str]]] = {
             "X3": "The cancellation of a client that timed out does not stop a command.",
             "X5": "A call goes by the list that its client has seen, "
             "and never to the next server that has the name.",
-            "X6": "No process of a server stays after its clients, nor after a gateway that is killed.",
+            "X6": "No process of a server stays after its clients or after a gateway that is killed.",
             "X7": "At the end of stdin the commands that run are recorded, and then the server ends.",
-            "X8": "A large answer is passed on; a repetition that cannot get it again is told "
+            "X8": "A large answer is passed on; a repetition that cannot get it again has an error that says "
             "that the call ran.",
             "X9": "A command with a member twice is refused, and nothing is sent.",
             "X10": "A server that dies after a command was written to it leaves an unknown outcome, "

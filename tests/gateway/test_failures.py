@@ -35,7 +35,7 @@ class Faulty:
         self.connections: list[asyncio.BaseTransport] = []
 
     @property
-    def is_left(self) -> bool:
+    def has_none_open(self) -> bool:
         """Whether all of them are closed."""
         return all(each.is_closing() for each in self.connections)
 

@@ -52,9 +52,9 @@ for line in sys.stdin:
     elif message.get("method") == "notifications/initialized":
         write(id="early", method="roots/list")
     elif message.get("id") == "early":
-        told = json.dumps(message.get("result", message.get("error")), separators=(",", ":"))
+        text = json.dumps(message.get("result", message.get("error")), separators=(",", ":"))
         with open(sys.argv[1], "a") as file:
-            file.write(told + "\\n")
+            file.write(text + "\\n")
     elif "id" in message:
         write(id=message["id"], result={"tools": []})
 """
@@ -132,12 +132,12 @@ async def test_gateway_on_stdio_passes_a_question_outside_of_calls_on(tmp_path: 
     """G12, old / old: a server that asks as soon as it is greeted waits for the client's greeting."""
     script = (tmp_path / "eager.py").as_posix()
     Path(script).write_text(EAGER)
-    folder = configured(tmp_path, eager=[sys.executable, script, str(tmp_path / "told")])
+    folder = configured(tmp_path, eager=[sys.executable, script, str(tmp_path / "answers")])
     async with started(*RUN, cwd=folder) as process:
         await greet(process, DECLARED)
         question = await answered(process, {"roots": [7]})
         assert question["method"] == "roots/list"
-        await until(lambda: effects(tmp_path / "told", '{"roots":[7]}') == 1)
+        await until(lambda: effects(tmp_path / "answers", '{"roots":[7]}') == 1)
 
 
 async def test_gateway_on_stdio_passes_a_change_of_roots_on(tmp_path: Path) -> None:

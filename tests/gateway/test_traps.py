@@ -222,7 +222,7 @@ for each in children:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("end", ["leaves", "is killed"])
 async def test_launcher_and_its_processes_end_with_their_client(file: Path, end: str) -> None:
-    """X6: processes below a launcher that take no notice of the end of stdin, nor of SIGTERM."""
+    """X6: processes below a launcher that ignore the end of stdin and SIGTERM."""
     script = file.with_name("launcher.py")
     script.write_text(LAUNCHER)
     pids = file.with_name("pids")
@@ -344,7 +344,7 @@ async def test_two_gateways_of_one_user_run_equal_calls_one_after_the_other(
 async def test_idle_connection_is_not_used_for_a_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """X18: the gateway closes it first, and the next command has a connection of its own."""
+    """X18: the gateway closes it first, and the next command has another connection."""
     assert IDLE < 5.0, "many servers close a connection that is idle for five seconds"
     monkeypatch.setattr("wirecall.gateway.upstream.IDLE", 0.05)
     from tests.gateway.test_failures import called, faulty
@@ -352,5 +352,5 @@ async def test_idle_connection_is_not_used_for_a_call(
     async with faulty(tmp_path) as (bench, server, session):
         for count in (1, 2, 3):
             assert "result" in await called(bench, session, "look", "done")
-            await until(lambda: server.is_left)
+            await until(lambda: server.has_none_open)
             assert len({*server.connections}) == count
