@@ -126,7 +126,7 @@ class _Done(Struct, frozen=True, gc=False):
 
 
 class Witness:
-    """What this process knows of its ledger."""
+    """What this process remembers of its ledger."""
 
     def __init__(self) -> None:
         # `Ledger.reached` at the last look that allowed commands. Any other value: look first.
