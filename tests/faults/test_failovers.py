@@ -18,7 +18,7 @@ import pytest
 from tests.calls import call, error, result
 from tests.cli import wirecall
 from tests.faults import eventually
-from tests.faults.test_readiness import Probe
+from tests.faults.probe import Probe
 from tests.servers import Postgres, PostgresReplica, Redis
 from tests.transports import ask
 from wirecall import App

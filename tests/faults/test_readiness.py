@@ -10,33 +10,13 @@ import pytest
 
 from tests.calls import make_app
 from tests.faults import PATIENCE, Effects, child, eventually
+from tests.faults.probe import Probe
 from tests.servers import Postgres, Redis, RedisCluster
 from tests.transports import ask
 from wirecall import App
 from wirecall.ledger.base import LedgerDown
 from wirecall.ledger.memory import MemoryLedger
 from wirecall.transports.request import HttpRequest
-
-
-class Probe:
-    """The probes of a supervisor over HTTP."""
-
-    def __init__(self, app: App) -> None:
-        self._server = app.asgi()
-
-    async def status(self, path: str = "/readyz") -> int:
-        return (await ask(self._server, path, method="GET")).status
-
-    async def reason(self) -> str:
-        reply = await ask(self._server, "/readyz", method="GET")
-        assert reply.status == 503
-        return str(reply.json["reason"])
-
-    async def is_ready(self) -> bool:
-        return await self.status() == 200
-
-    async def is_not_ready(self) -> bool:
-        return await self.status() == 503
 
 
 @pytest.fixture(scope="module", params=[Redis, RedisCluster, Postgres])

@@ -6,7 +6,7 @@ So a process remembers what it saw of its ledger, and refuses commands when the 
 that, until an operator accepts the store (`ledger.identity`). There is one state machine (`TABLE`).
 
 1. It costs a command no round trip. The process looks at the store every second, and before the
-   next command runs after the ledger has connected anew (`Ledger.reached`).
+   next command runs after the ledger has connected again (`Ledger.reached`).
 2. A process remembers the last commands that it has acknowledged: at least `REMEMBERED`. When
    another server or file answers, it asks for all of them; otherwise for the last one. It never
    runs one of them again, even before it has looked.
@@ -72,7 +72,7 @@ class LedgerEvent(enum.Enum):
     """What a look at the store has shown."""
 
     MATCH = "It is as expected."
-    MOVE = "Another server or file answers, and misses nothing that this process knows of."
+    MOVE = "Another server or file answers, and misses nothing that this process remembers."
     DOUBT = "It is empty, another one, or older; or another process says so."
     ACCEPT = "An operator has accepted it."
     RESTORE = "The lost commands of this process are recorded as unknown."
@@ -126,7 +126,7 @@ class _Done(Struct, frozen=True, gc=False):
 
 
 class Witness:
-    """What this process knows of its ledger."""
+    """What this process remembers of its ledger."""
 
     def __init__(self) -> None:
         # `Ledger.reached` at the last look that allowed commands. Any other value: look first.
@@ -176,7 +176,7 @@ class Witness:
     async def confirm(self, ledger: Ledger, record: Record) -> None:
         """Check that a granted record may run; refuse it otherwise.
 
-        The ledger has connected anew, or the process has acknowledged a command of this key.
+        The ledger has connected again, or the process has acknowledged a command of this key.
         """
         done = self._find(record.id)
         if done is not None and clock() < done.until:

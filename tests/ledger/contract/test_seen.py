@@ -46,9 +46,7 @@ async def other(store: Store) -> AsyncIterator[Ledger]:
     await ledger.aclose()
 
 
-async def test_identity_of_a_new_store_is_none_until_it_is_made(
-    ledger: Ledger, other: Ledger
-) -> None:
+async def test_new_store_has_no_identity_until_one_is_made(ledger: Ledger, other: Ledger) -> None:
     assert (await ledger.see()).identity is None
     assert (await ledger.see(b"first")).identity == b"first"
     assert (await other.see(b"second")).identity == b"first"
