@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))

@@ -9,6 +9,7 @@ from msgspec import structs
 from tests.ledger import ID, LEASE, RETENTION, granted, in_state, outcome_of, present
 from tests.servers import Store
 from wirecall.ledger.base import Ledger, Only, State
+from wirecall.ledger.postgres import ledger as postgres_ledger
 
 pytestmark = pytest.mark.parametrize("store", ["postgres"], indirect=True)
 
@@ -105,8 +106,6 @@ async def test_record_that_the_version_before_wrote_is_swept_in_its_time(
 async def test_front_passes_many_records_in_one_sweep(
     ledger: Ledger, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from wirecall.ledger.postgres import ledger as postgres_ledger
-
     monkeypatch.setattr(postgres_ledger, "STEP", 3)
     for number in range(10):
         await granted(ledger, structs.replace(ID, key=str(number)), lease=LEASE * 100)

@@ -97,7 +97,7 @@ async def test_tombstone_gives_the_memory_of_a_long_payload_back(
     redis_server: Redis, ledger: Ledger, store: Store
 ) -> None:
     """Redis keeps a hash in another form once a field of it was long."""
-    sizes = []
+    sizes: list[int] = []
     for payload in (b"1", os.urandom(100_000)):
         id = structs.replace(ID, key=str(len(payload)))
         record = await granted(ledger, id)
@@ -105,7 +105,9 @@ async def test_tombstone_gives_the_memory_of_a_long_payload_back(
         store.age(id, RETENTION + 1)
         assert await ledger.sweep() == 1
         with redis_key(store.url, f"alice:charge:{id.key}") as (client, name):
-            sizes.append(client.memory_usage(name))
+            size = client.memory_usage(name)
+            assert isinstance(size, int)
+            sizes.append(size)
     short, long = sizes
     assert abs(short - long) < 32
     assert short < 450

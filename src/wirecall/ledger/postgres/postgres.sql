@@ -609,9 +609,9 @@ CREATE INDEX IF NOT EXISTS marks_made_at ON wirecall.marks (channel, made_at);
 CREATE INDEX IF NOT EXISTS marks_expires_at ON wirecall.marks (expires_at);
 
 -- name: schema 9
--- From here on, what a command changes in its record is in no index (but for the likeness of a call without a key): neither its
--- state nor the time of its sweep. So its commit point and its outcome write to the table alone (HOT). No index but the primary
--- key has a part of the id as it is: a plan that was made while the table was small would look records up in that one.
+-- From here on, what a command changes in its record is in no index: its state and the time of its sweep are in none (only the
+-- likeness of a call without a key is). So its commit point and its outcome write to the table alone (HOT). Only the primary
+-- key has a part of the id as it is: a plan that was made while the table was small would look records up in another one.
 --
 -- The sweep looks at a record when it is `due`. If that is too early, it writes there when to look again.
 --
