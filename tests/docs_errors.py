@@ -207,7 +207,11 @@ def _ran(kind: type[WirecallError]) -> str:
 
 
 def _sentence(kind: type[WirecallError]) -> str:
-    return " ".join((kind.__doc__ or "").split())
+    doc = kind.__doc__ or ""
+    kept = doc.split("\n\n")
+    if ">>> " in doc:  # parameters and examples are in the reference
+        kept = [kept[0], *(each for each in kept[1:] if not each.strip().startswith(("`", ">>>")))]
+    return " ".join(" ".join(kept).split())
 
 
 def _table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

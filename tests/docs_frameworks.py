@@ -21,7 +21,7 @@ class Framework(NamedTuple):
     title: str
     # How its client behaves.
     about: str
-    # Who sends a call again whose answer was lost.
+    # The part that sends a call again if its answer was lost.
     repeats: str
     # The lines that connect it to a server.
     connect: str

@@ -46,8 +46,10 @@ def test_examples_have_a_test_each() -> None:
         "fastapi_mount",
         "commerce",
         "reports",
-        "everything",
-    }  # the last by tests/mcp/conformance.py
+        "tutorial_client",  # by the page docs/tutorial.md, like its server
+        "tutorial_server",
+        "everything",  # by tests/mcp/conformance.py
+    }
     assert {path.stem for path in EXAMPLES.glob("*.py")} == tested
 
 

@@ -1,7 +1,7 @@
 """Records examples/demo.py as demo.svg: `python docs/pictures/record.py`, part of `make pictures`.
 
-Each line appears when the demo printed it, with shorter pauses. A viewer without animations, or a
-reader who does not want motion, sees all lines at once.
+Each line appears when the demo printed it, with shorter pauses. A viewer without animations, and
+a reader whose system asks for less motion, see all lines at once.
 """
 
 import os

@@ -103,7 +103,7 @@ class Access:
 
     `verifiers` are tried in order, and the first one that knows a token decides. `resource`,
     `issuers` and `scopes` (of every call) are added to what the verifiers say. `title` and
-    `documentation` are for people who read the metadata. `clock` is for tests.
+    `documentation` are for readers of the metadata. `clock` is for tests.
 
     >>> verifier = Tokens({digest("b7c9e2f04d1a4e86"): Identity("ci")})
     >>> app = App("shop", auth=Access(verifier, hierarchy={"orders:write": ["orders:read"]}))
