@@ -162,6 +162,24 @@ async def test_child_that_ends_before_the_first_write_is_reported_with_its_last_
         await child.aclose()
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="waits for a process of POSIX")
+async def test_child_that_ended_before_the_write_gets_nothing() -> None:
+    """Although the loop has not seen its end: the call did not run."""
+    ends: list[CallFailed] = []
+    child = Child(echo())
+    await child.open(lambda _line: None, ends.append)
+    try:
+        assert child.pid is not None
+        os.kill(child.pid, signal.SIGKILL)
+        with suppress(ChildProcessError):  # the loop's thread was faster
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert not ends
+        with pytest.raises(NotSent, match="was ended by signal 9"):
+            await child.write(b"{}")
+    finally:
+        await child.aclose()
+
+
 async def test_keyed_call_survives_the_death_of_the_child(tmp_path: Path) -> None:
     once = (
         f"import pathlib; p = pathlib.Path({str(tmp_path / 'died')!r}); "

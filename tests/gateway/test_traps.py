@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +200,20 @@ async def test_server_that_is_killed_between_calls_runs_each_of_them_once(
         assert "result" in await client.pay(to="ann")
         paid = [line for line in file.read_text().splitlines() if line.startswith("pay ann")]
         assert paid == ["pay ann"]
+
+
+async def test_command_right_after_the_end_of_its_server_runs_once(file: Path) -> None:
+    """X10: the gateway has not seen the end yet, and nothing was sent: nothing is unknown."""
+    async with wrapped(file) as client:
+        for count in (1, 2):
+            assert "result" in await client.pay(to=f"ann {count}")
+            child = client.front._relay.upstream.children[-1]
+            assert child.pid is not None
+            os.kill(child.pid, signal.SIGKILL)
+            with suppress(ChildProcessError):  # the loop's thread was faster
+                os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+            assert "result" in await client.pay(to=f"bob {count}")
+            assert effects(file) == 2 * count
 
 
 LAUNCHER = """\
