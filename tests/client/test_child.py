@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from msgspec import Struct
 
-from tests.client.peers import PATIENCE, until
+from tests.client.peers import PATIENCE, kill_at_once, until
 from wirecall import Retry, connect
 from wirecall.client.client import Client
 from wirecall.client.delivery import Options
@@ -170,9 +170,7 @@ async def test_child_that_ended_before_the_write_gets_nothing() -> None:
     await child.open(lambda _line: None, ends.append)
     try:
         assert child.pid is not None
-        os.kill(child.pid, signal.SIGKILL)
-        with suppress(ChildProcessError):  # the loop's thread was faster
-            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        kill_at_once(child.pid)
         assert not ends
         with pytest.raises(NotSent, match="was ended by signal 9"):
             await child.write(b"{}")

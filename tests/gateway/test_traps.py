@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from tests.client.conftest import nothing_is_left as nothing_is_left
-from tests.client.peers import until
+from tests.client.peers import kill_at_once, until
 from tests.gateway.bench import BOTH, Bench
 from tests.gateway.fronts import (
     Client,
@@ -209,9 +209,7 @@ async def test_command_right_after_the_end_of_its_server_runs_once(file: Path) -
             assert "result" in await client.pay(to=f"ann {count}")
             child = client.front._relay.upstream.children[-1]
             assert child.pid is not None
-            os.kill(child.pid, signal.SIGKILL)
-            with suppress(ChildProcessError):  # the loop's thread was faster
-                os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+            kill_at_once(child.pid)
             assert "result" in await client.pay(to=f"bob {count}")
             assert effects(file) == 2 * count
 
