@@ -200,9 +200,10 @@ class HttpDoor:
 
 
 def _lives(pid: int) -> bool:
-    """Return whether a process runs. A zombie does not."""
+    """Return whether a process runs. A zombie does not, unless it has a thread that still ends."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state != "Z" or len(os.listdir(f"/proc/{pid}/task")) > 1
     except OSError:
         return False
 
