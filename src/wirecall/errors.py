@@ -377,17 +377,25 @@ class RpcError(WirecallError):
         return self._ran is not None or (isinstance(self.data, dict) and "ran" in self.data)
 
     def with_ran(self, ran: Ran) -> "RpcError":
-        """Return a copy that reports this `ran`.
+        """Return a copy that reports this `ran`."""
+        copy = self.with_members(ran=ran)
+        copy.ran = ran
+        return copy
 
-        A copy, since the same object may be raised for other calls too.
+    def with_members(self, **members: Any) -> "RpcError":
+        """Return a copy whose data have these members too.
+
+        A copy, since the same object may be raised for other calls too. Data that are no object
+        become the member `data`.
         """
         data: dict[str, Any] = {}
         if isinstance(self.data, dict):
             data = self.data
         elif self.data is not None:
             data = {"data": self.data}
-        copy = rebuilt(type(self), self.code, self.message, {**data, "ran": ran})
+        copy = rebuilt(type(self), self.code, self.message, {**data, **members})
         copy.is_remote = self.is_remote
+        copy._ran = self._ran
         return copy
 
     def __reduce__(self) -> tuple[Any, ...]:

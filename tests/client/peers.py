@@ -3,7 +3,9 @@ connections.
 """
 
 import asyncio
+import os
 import random
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Self, TypeAlias
@@ -21,6 +23,13 @@ async def until(condition: Callable[[], Any]) -> None:
     async with asyncio.timeout(PATIENCE):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
+
+
+def kill_at_once(pid: int) -> None:
+    """Kill a child, and wait for its end: the event loop has not seen it yet."""
+    os.kill(pid, signal.SIGKILL)
+    with suppress(ChildProcessError):  # a thread of the loop was faster
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from msgspec import Struct
 
-from tests.client.peers import PATIENCE, until
+from tests.client.peers import PATIENCE, kill_at_once, until
 from wirecall import Retry, connect
 from wirecall.client.client import Client
 from wirecall.client.delivery import Options
@@ -159,6 +159,22 @@ async def test_child_that_ends_before_the_first_write_is_reported_with_its_last_
             await writing
     finally:
         go.touch()
+        await child.aclose()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="waits for a process of POSIX")
+async def test_child_that_ended_before_the_write_gets_nothing() -> None:
+    """Although the loop has not seen its end: the call did not run."""
+    ends: list[CallFailed] = []
+    child = Child(echo())
+    await child.open(lambda _line: None, ends.append)
+    try:
+        assert child.pid is not None
+        kill_at_once(child.pid)
+        assert not ends
+        with pytest.raises(NotSent, match="was ended by signal 9"):
+            await child.write(b"{}")
+    finally:
         await child.aclose()
 
 

@@ -35,7 +35,7 @@ class Bench:
             for name in names
         ]
         upstreams += options.pop("more", [])
-        ledger = f"sqlite:{folder / 'ledger.db'}"
+        ledger = options.pop("ledger", f"sqlite:{folder / 'ledger.db'}")
         clock = options.pop("clock", REAL)
         settings = GatewaySettings(upstreams, ledger=ledger, **options)
         self.gateway = Gateway(settings, clock=clock)

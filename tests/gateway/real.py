@@ -200,9 +200,10 @@ class HttpDoor:
 
 
 def _lives(pid: int) -> bool:
-    """Return whether a process runs. A zombie does not."""
+    """Return whether a process runs. A zombie does not, unless it has a thread that still ends."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state != "Z" or len(os.listdir(f"/proc/{pid}/task")) > 1
     except OSError:
         return False
 
@@ -211,6 +212,7 @@ class PipeDoor:
     """A client of `wrap`, at the end of its pipe."""
 
     def __init__(self, wrap: Wrap, revision: str) -> None:
+        self._wrap = wrap
         self._client = Client(wrap)
         self._revision = revision
 
@@ -241,12 +243,13 @@ class PipeDoor:
         await asking
 
     async def kill(self) -> None:
-        relay = self._client.front._relay
-        pid = relay.upstream.children[-1].pid
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        link: Any = relay.session.link
-        assert await until(lambda: not link.is_open)
+        upstream = self._client.front._relay.upstream
+        if self._wrap._gateway is not None:  # between eras
+            [upstream] = self._wrap._gateway.upstreams.values()
+        for child in upstream.children:
+            assert child.pid is not None
+            os.kill(child.pid, signal.SIGKILL)
+        assert await until(lambda: not upstream.children)
 
 
 # --- the steps ------------------------------------------------------------------------------------
@@ -258,8 +261,9 @@ async def list_tools(door: Door, server: Server) -> None:
 
 
 async def call(door: Door, server: Server) -> None:
-    result = (await door.ask("tools/call", server.call))["result"]
-    assert result["content"] and not result.get("isError"), result
+    answer = await door.ask("tools/call", server.call)
+    result = answer.get("result", {})
+    assert result.get("content") and not result.get("isError"), answer
 
 
 async def error(door: Door, server: Server) -> None:

@@ -31,6 +31,8 @@ class Faulty:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.end = asyncio.Event()
+        # The paths of requests to other addresses.
+        self.elsewhere: list[str] = []
         # The connections on which calls have come.
         self.connections: list[asyncio.BaseTransport] = []
 
@@ -38,6 +40,10 @@ class Faulty:
     def has_none_open(self) -> bool:
         """Whether all of them are closed."""
         return all(each.is_closing() for each in self.connections)
+
+    async def stray(self, request: web.Request) -> web.Response:
+        self.elsewhere.append(request.path)
+        return web.Response(status=404)
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         if request.method != "POST":
@@ -71,6 +77,9 @@ class Faulty:
         assert request.transport is not None
         if kind == "status":
             return web.Response(status=int(what), headers={"Location": "/elsewhere"})
+        if kind == "link":
+            link = {"type": "resource_link", "name": "x", "uri": str(request.url.with_path(what))}
+            result["content"] = [link]
         if kind == "code":
             error = {"code": int(what), "message": "theirs", "data": {"x": 0.5}}
             return web.json_response({"jsonrpc": "2.0", "id": id, "error": error})
@@ -96,6 +105,7 @@ async def faulty(folder: Path, **own: Any) -> AsyncIterator[tuple[Bench, Faulty,
     server = Faulty()
     app = web.Application()
     app.router.add_route("*", "/mcp", server.serve)
+    app.router.add_route("*", "/{path:.+}", server.stray)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     try:

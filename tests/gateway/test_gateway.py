@@ -274,6 +274,22 @@ async def test_gateway_merges_names_that_two_servers_have(bench: Bench) -> None:
             await client.call_tool("none", {})
 
 
+@pytest.mark.parametrize("then", ["error", "refuse"])
+async def test_gateway_names_the_server_of_an_error(bench: Bench, then: str) -> None:
+    """Section 6: at `/mcp` the data name the upstream, also in a replay; at `/mcp/NAME` they do not."""
+    told = []
+    for path, name in [("/mcp", "bank__pay"), ("/mcp", "bank__pay"), ("/mcp/bank", "pay")]:
+        _, session = await bench.post(path, message_of("initialize", introduction(), 1))
+        meta = {"io.wirecall/idempotency-key": "k"}
+        call = {"name": name, "arguments": {"then": then}, "_meta": meta}
+        answer, _ = await bench.post(path, message_of("tools/call", call, 2), session)
+        told.append(answer["error"])
+    texts = {error["message"] for error in told}
+    assert texts == {{"error": "their error", "refuse": "their refusal"}[then]}
+    named = {"their": 0.5, "upstream": "bank"}
+    assert [error["data"] for error in told] == [named, named, {"their": 0.5}]
+
+
 async def test_gateway_denies_tools(tmp_path: Path) -> None:
     """G11: a denied tool is not listed, and a call says that it is denied; also in an array."""
     own = {"shop": {"deny": ["look"]}}

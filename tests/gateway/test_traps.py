@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from tests.client.conftest import nothing_is_left as nothing_is_left
-from tests.client.peers import until
+from tests.client.peers import kill_at_once, until
 from tests.gateway.bench import BOTH, Bench
 from tests.gateway.fronts import (
     Client,
@@ -200,6 +200,18 @@ async def test_server_that_is_killed_between_calls_runs_each_of_them_once(
         assert "result" in await client.pay(to="ann")
         paid = [line for line in file.read_text().splitlines() if line.startswith("pay ann")]
         assert paid == ["pay ann"]
+
+
+async def test_command_right_after_the_end_of_its_server_runs_once(file: Path) -> None:
+    """X10: the gateway has not seen the end yet, and nothing was sent: nothing is unknown."""
+    async with wrapped(file) as client:
+        for count in (1, 2):
+            assert "result" in await client.pay(to=f"ann {count}")
+            child = client.front._relay.upstream.children[-1]
+            assert child.pid is not None
+            kill_at_once(child.pid)
+            assert "result" in await client.pay(to=f"bob {count}")
+            assert effects(file) == 2 * count
 
 
 LAUNCHER = """\

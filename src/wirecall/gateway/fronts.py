@@ -560,7 +560,10 @@ class MergedFront(Front):
         if message.method in _SUBSCRIBING:
             await self.subscribed_to(upstream, _uri_of(theirs), message, session, sender.caller)
             return await own()
-        return await self.relayed(upstream, theirs, session, outlet, sender, options.get("key"))
+        try:
+            return await self.relayed(upstream, theirs, session, outlet, sender, options.get("key"))
+        except RpcError as error:
+            raise error.with_members(upstream=upstream.name) from None
 
     async def _places_of(
         self, uris: list[str], session: Session, sender: Sender

@@ -59,6 +59,8 @@ class Merged(Struct):
     shared: dict[str, list[str]] = {}
     # The entries as JSON.
     encoded: bytes = b"[]"
+    # How many entries are above `MOST`.
+    left_out: int = 0
 
     def is_of(self, lists: Mapping[str, Sequence[Raw]]) -> bool:
         """Return whether it was made from these lists."""
@@ -98,7 +100,7 @@ def merged(kind: str, lists: Mapping[str, Sequence[Raw]], *, prefixes: bool = Fa
             if name is not None and len(bytes(entry)) <= MOST_BYTES:
                 found.append((server, name, entry))
     counts = Counter(name for _, name in {(server, name) for server, name, _ in found})
-    whole = Merged(kind, lists)
+    whole = Merged(kind, lists, left_out=max(0, len(found) - MOST))
     for server, name, entry in found[:MOST]:
         own = name
         if member == "name":

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from wirecall.errors import CallFailed, RpcError
-from wirecall.gateway.offers import LONGEST, has_hidden, merged
+from wirecall.gateway.offers import LONGEST, MOST, MOST_BYTES, has_hidden, merged
 from wirecall.gateway.state import named_reason
 from wirecall.mcp.revisions import HANDSHAKE
 from wirecall.mcp.server.peer import Session
@@ -48,6 +48,8 @@ async def planned(gateway: "Gateway") -> Plan:
     names = {(place.server, place.name): own for own, place in table.places.items()}
     for name, several in table.shared.items():
         plan.findings.append(f"several servers have the tool {name}: it is {' and '.join(several)}")
+    if table.left_out:
+        plan.findings.append(f"/mcp takes {MOST:,} tools, and leaves {table.left_out} out")
     for upstream in upstreams:
         for entry in lists[upstream.name]:
             _add(plan, upstream, entry, names)
@@ -91,6 +93,10 @@ def _add(plan: Plan, upstream: "Upstream", entry: Raw, names: dict[tuple[str, st
         plan.findings.append(f"{where} has no hints, so it is a command")
     if len(tool) > LONGEST:
         plan.findings.append(f"{where} has {len(tool)} characters; at /mcp it is {own}")
+    size = len(bytes(entry))
+    if size > MOST_BYTES:
+        limit = f"more than {MOST_BYTES:,}: /mcp leaves it out"
+        plan.findings.append(f"{where} has a definition of {size:,} bytes, {limit}")
     if has_hidden(entry):
         plan.findings.append(f"{where} has hidden characters in its definition")
 

@@ -42,12 +42,6 @@ Share = Literal["all", "caller", "session", "call"]
 
 # Upstreams of one gateway: each may be a process with its own memory.
 MAX_UPSTREAMS = 64
-# Tools of all upstreams together; a model cannot choose among more.
-MAX_TOOLS = 2000
-# Bytes of the definition of one tool, prompt or resource.
-MAX_DEFINITION = 64 << 10
-# Calls that wait for a place of one upstream, beyond `in_flight`.
-MAX_QUEUE = 128
 # Seconds after the last call of a client until a session that it alone uses ends. A client may
 # leave without a word.
 OWNED_IDLE = 600.0

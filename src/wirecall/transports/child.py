@@ -15,6 +15,7 @@
 import asyncio
 import contextlib
 import os
+import select
 import signal
 import sys
 from collections import deque
@@ -145,6 +146,8 @@ class Child:
         # Ends the process if this one is killed.
         self._reaper = reaper
         self._process: asyncio.subprocess.Process | None = None
+        # Reports that no process reads our lines any more. None: this system cannot.
+        self._unread: select.poll | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._pipes: list[asyncio.ReadTransport | Threaded] = []
         # `aclose` has begun.
@@ -176,6 +179,7 @@ class Child:
                 raise NotSent(f"{self._command[0]} cannot be started: {error}") from error
             raise
         self._process = process
+        self._unread = _watched(process.stdin)
         _living.add(process)
         if self._reaper is not None:
             self._reaper.watch(process.pid)
@@ -248,12 +252,15 @@ class Child:
         return self._process.pid
 
     async def write(self, line: bytes) -> None:
-        """Write one message. Waits while the child does not read."""
+        """Write one message. Waits while the child does not read.
+
+        Raises `NotSent` if the child ended before, although the loop has not seen its end.
+        """
         process = self._process
         if process is None or process.stdin is None:
             raise NotSent("the server process has ended")
         lost: type[CallFailed] = NotSent
-        if not process.stdin.is_closing():
+        if not process.stdin.is_closing() and not self._is_unread():
             try:
                 process.stdin.write(self._framing.join(line))
                 await process.stdin.drain()
@@ -264,6 +271,10 @@ class Child:
         # its last words.
         await asyncio.wait(self._tasks, timeout=self._grace)
         raise lost(self._last_words(process))
+
+    def _is_unread(self) -> bool:
+        """Return whether no process reads our lines any more."""
+        return self._unread is not None and bool(self._unread.poll(0))
 
     async def aclose(self) -> None:
         """End the process and everything that belongs to it."""
@@ -351,6 +362,19 @@ def _how_it_ended(code: int | None) -> str:
     if code >= 0:
         return f"ended with {code}"
     return f"was ended by signal {-code}"
+
+
+def _watched(stdin: asyncio.StreamWriter | None) -> "select.poll | None":
+    """Return what reports the end of a pipe's readers; None if the system or the loop has nothing."""
+    if stdin is None or not hasattr(select, "poll"):
+        return None
+    # asyncio has the one, uvloop the other.
+    pipe = stdin.get_extra_info("pipe") or stdin.get_extra_info("socket")
+    if pipe is None:
+        return None
+    found = select.poll()
+    found.register(pipe.fileno(), 0)  # errors are reported in any case
+    return found
 
 
 def _kill_started(starting: "asyncio.Task[asyncio.subprocess.Process]") -> None:

@@ -1,0 +1,268 @@
+"""Limits and security of a gateway, and servers that are bad from their first line on."""
+
+import io
+import json
+import logging
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from msgspec import Raw
+
+from tests.client.conftest import nothing_is_left as nothing_is_left
+from tests.client.peers import served
+from tests.gateway.bench import BOTH, Bench
+from tests.gateway.fronts import effects, introduction, message_of, wrapped
+from tests.gateway.test_failures import called, faulty
+from tests.ports import free_port
+from wirecall import App, Context
+from wirecall.gateway import UpstreamSettings, offers, plan
+from wirecall.server.identity import Identity
+
+CANARY = "canary-7f3a"
+MEGABYTES = 1 << 20
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    async with Bench(tmp_path, names=("bank",)).serving() as bench:
+        yield bench
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "effects"
+
+
+# --- servers that cannot serve --------------------------------------------------------------------
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["/no/such/program"], "/no/such/program cannot be started"),
+        (python("import sys; sys.exit('no licence')"), "its last words: no licence"),
+        (python("print('hello'); print('{}')"), "the server process ended with 0"),
+        (python("import sys; sys.stdin.read()"), "it did not answer"),
+    ],
+)
+async def test_gateway_in_front_of_a_server_that_cannot_serve_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], words: str
+) -> None:
+    """Bad input: 50210 with the upstream, the reason and its last words; the plan has a finding."""
+    monkeypatch.setattr("wirecall.gateway.upstream.ATTEMPT_PAUSE", 0.0)
+    if words == "it did not answer":
+        for module in ("session", "upstream", "relay"):
+            monkeypatch.setattr(f"wirecall.gateway.{module}.START_TIME", 0.3)
+    bad = UpstreamSettings("bad", command=command)
+    async with Bench(tmp_path, names=(), more=[bad]).serving() as bench:
+        answer, _ = await bench.post("/mcp/bad", message_of("initialize", introduction(), 1))
+        error = answer["error"]
+        assert (error["code"], error["data"]["ran"]) == (50210, "no")
+        assert error["data"]["upstream"] == "bad" and words in error["message"]
+        [finding] = (await plan.planned(bench.gateway)).findings
+        assert finding.startswith("bad: ")
+
+
+@pytest.mark.parametrize(
+    ("then", "words"),
+    [
+        ("garbage", "no answer within 0.1 s"),  # it may be what a server logs
+        ("wrong_id", "answered id 99999, which was not asked"),
+        ("die", "ended with 3"),
+        ("big", "more than 16777216 bytes"),
+        ("mute", "no answer within 0.1 s"),
+    ],
+)
+async def test_wrap_answers_a_query_with_an_error_whose_answer_is_wrong(
+    file: Path, then: str, words: str
+) -> None:
+    """Bad input: it is sent twice, and ends as an error with the reason."""
+    timeout = 0.1 if then in ("garbage", "mute") else 60.0
+    async with wrapped(file, kinds={"pay": "query"}, timeout=timeout) as client:
+        error = (await client.pay(then=then, size=17 * MEGABYTES))["error"]
+        assert error["code"] == 50210 and words in error["message"]
+        assert error["data"]["upstream"] == "bank" and effects(file) == 2
+
+
+async def test_wrap_keeps_the_link_of_a_query_that_is_answered_twice(file: Path) -> None:
+    """Bad input: the first answer counts, or, if the second comes with it, neither."""
+    async with wrapped(file, kinds={"pay": "query"}) as client:
+        before = await client.pid()
+        answer = await client.pay(then="twice")
+        assert answer.get("error", {"code": 50210})["code"] == 50210
+        assert await client.pid() == before
+
+
+async def test_gateway_without_its_ledger_answers_queries(tmp_path: Path) -> None:
+    """Bad input: commands get 50310, ran = no; nothing listens at the address of the ledger."""
+    ledger = f"redis://127.0.0.1:{free_port()}"
+    async with Bench(tmp_path, names=("bank",), ledger=ledger).serving() as bench:
+        _, session = await bench.post("/mcp/bank", message_of("initialize", introduction(), 1))
+        assert session is not None
+        assert "result" in await called(bench, session, "look", "", "bank")
+        error = (await called(bench, session, "pay", "", "bank"))["error"]
+        assert (error["code"], error["data"]["ran"]) == (50310, "no")
+        assert effects(bench.file("bank")) == 0
+
+
+# --- what ends at the gateway ---------------------------------------------------------------------
+
+
+async def test_gateway_keeps_no_token_and_no_arguments(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Section 8: an upstream, a log, a file and `/status` see neither the token nor, but for the
+    upstream, the arguments."""
+    caplog.set_level(logging.DEBUG)
+    secret = "argument-91c2"
+
+    async def verify(token: str) -> Identity | None:
+        return Identity("ann") if token == CANARY else None
+
+    seen: list[str] = []
+
+    async def middleware(ctx: Context, call_next: Any) -> Any:
+        seen.extend(f"{name}: {value}" for name, value in ctx.headers.items())
+        return await call_next(ctx)
+
+    behind = App("behind", ledger="memory:", middleware=[middleware])
+
+    @behind.command(key="off")
+    def pay(to: str) -> str:
+        assert to == secret
+        return "paid"
+
+    async with served(behind) as url:
+        more = [UpstreamSettings("behind", url=f"{url}/mcp")]
+        bench = Bench(tmp_path, names=("bank",), more=more, auth=verify)
+        async with bench.serving():
+            for path in ("/mcp/behind", "/mcp/bank"):
+                async with bench.client(path, auth=CANARY) as client:
+                    paid = await client.call_tool("pay", {"to": secret})
+                    assert not paid.is_error
+            status = json.dumps(await bench.gateway.status())
+            kept = [each for each in tmp_path.iterdir() if each != bench.file("bank")]
+            stored = b"".join(each.read_bytes() for each in kept if each.is_file())
+    lines = bench.file("bank").read_text()
+    assert any("pay " in each for each in lines.splitlines()) and b"paid" in stored
+    told = [*seen, *(record.getMessage() for record in caplog.records)]
+    for text in (*told, lines, status, stored.decode(errors="replace")):
+        assert CANARY not in text
+    for text in (*told, status, stored.decode(errors="replace")):
+        assert secret not in text
+
+
+@pytest.mark.parametrize("tool", ["pay", "look"])
+@pytest.mark.parametrize("then", ["status 301", "status 307", "link /elsewhere"])
+async def test_gateway_asks_no_address_that_a_server_names(
+    tmp_path: Path, tool: str, then: str
+) -> None:
+    """Section 8: redirects are not followed, and links to resources are not read."""
+    async with faulty(tmp_path) as (bench, server, session):
+        answer = await called(bench, session, tool, then)
+        if then.startswith("link"):
+            assert answer["result"]["content"][0]["uri"].endswith("/elsewhere")
+        else:
+            assert answer["error"]["code"] == 50210
+        assert server.elsewhere == []
+
+
+@pytest.mark.parametrize(
+    "headers", [{"Host": "evil.example"}, {"Origin": "https://evil.example"}], ids=str
+)
+async def test_gateway_refuses_pages_of_other_sites(bench: Bench, headers: dict[str, str]) -> None:
+    """Section 8: a page in a browser reaches neither the servers nor the state."""
+    async with aiohttp.ClientSession(headers={**BOTH, **headers}) as http:
+        for path in ("/mcp", "/mcp/bank"):
+            message = message_of("initialize", introduction(), 1)
+            async with http.post(f"{bench.url}{path}", data=message) as answer:
+                assert answer.status in (403, 421)
+        async with http.get(f"{bench.url}/status") as answer:
+            assert answer.status in (403, 421)
+
+
+async def test_gateway_takes_no_servers_over_http(bench: Bench) -> None:
+    """Section 8: what is not in the settings is nowhere."""
+    message = message_of("initialize", introduction(), 1)
+    async with aiohttp.ClientSession(headers=BOTH) as http:
+        for method, path in [("POST", "/mcp/other"), ("PUT", "/mcp/bank"), ("POST", "/status")]:
+            async with http.request(method, f"{bench.url}{path}", data=message) as answer:
+                assert answer.status in (404, 405)
+    assert [*(await bench.gateway.status())["upstreams"]] == ["bank"]
+
+
+async def test_gateway_writes_files_for_its_user_only(tmp_path: Path) -> None:
+    """Section 8: ledger and secret are 0600, in a folder with 0700 that is new."""
+    folder = tmp_path / "state"
+    ledger = f"sqlite:{folder / 'ledger.db'}"
+    async with Bench(tmp_path, names=("bank",), ledger=ledger).serving() as bench:
+        async with bench.client("/mcp/bank") as client:
+            await client.call_tool("pay", {"to": "ann"})
+        found = [folder, *folder.rglob("*")]
+        kept = [each for each in found if each.is_file() or each.is_dir()]
+        wrong = [each for each in kept if each.stat().st_mode & 0o077]
+    assert {"ledger.db", "ledger.db.secret"} <= {each.name for each in found}
+    assert wrong == []
+
+
+async def test_wrap_and_its_server_see_the_same_name(file: Path) -> None:
+    """Section 8, parser difference: the name of a query is written by us."""
+    async with wrapped(file) as client:
+        answer = await client.ask("tools/call", b'{"name": "pay", "name": "look", "x": 1}')
+        assert answer["result"]["lines"] and effects(file) == 0
+
+
+# --- limits ---------------------------------------------------------------------------------------
+
+
+async def test_gateway_refuses_a_message_above_sixteen_megabytes(bench: Bench) -> None:
+    """Section 8: one of less is passed on."""
+    sizes = {}
+    _, session = await bench.post("/mcp/bank", message_of("initialize", introduction(), 1))
+    assert session is not None
+    for size in (15, 17):
+        call = {"name": "look", "arguments": {"text": "x" * (size * MEGABYTES)}}
+        data = io.BytesIO(message_of("tools/call", call, 2))
+        async with (
+            aiohttp.ClientSession(headers={**BOTH, "Mcp-Session-Id": session}) as http,
+            http.post(f"{bench.url}/mcp/bank", data=data) as answer,
+        ):
+            sizes[size] = answer.status
+    assert sizes == {15: 200, 17: 413}
+
+
+def test_merged_lists_have_limits() -> None:
+    """Section 8: 2,000 tools, of 64 KB each."""
+    many = [Raw(b'{"name": "t%d"}' % number) for number in range(offers.MOST + 1)]
+    long = Raw(json.dumps({"name": "long", "description": "x" * offers.MOST_BYTES}).encode())
+    table = offers.merged("tools", {"a": [long, *many]})
+    assert len(table.entries) == 2000 and "long" not in table.places
+
+
+async def test_plan_names_the_tools_that_clients_do_not_get(tmp_path: Path) -> None:
+    """Section 8: hidden characters and tools above a limit are findings; `/mcp/NAME` is exact."""
+    hint = {"annotations": {"readOnlyHint": True}}
+    tools = [
+        {"name": "long", "description": "x" * offers.MOST_BYTES, **hint},
+        {"name": "odd", "description": "a\u200bb", **hint},
+        *({"name": f"t{number}", **hint} for number in range(offers.MOST)),
+    ]
+    (tmp_path / "bank.tools").write_text(json.dumps(tools))
+    async with Bench(tmp_path, names=("bank",)).serving() as bench:
+        findings = (await plan.planned(bench.gateway)).findings
+        async with bench.client("/mcp/bank") as client:
+            exact = {tool.name: tool.description for tool in await client.list_tools()}
+    assert exact["odd"] == "a\u200bb" and len(exact) == offers.MOST + 4
+    assert "bank: the tool 'odd' has hidden characters in its definition" in findings
+    size = len(json.dumps(tools[0]))
+    said = f"has a definition of {size:,} bytes, more than 65,536: /mcp leaves it out"
+    assert f"bank: the tool 'long' {said}" in findings
+    assert "/mcp takes 2,000 tools, and leaves 3 out" in findings
