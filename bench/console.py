@@ -3,8 +3,8 @@
     python bench/console.py [--quick]
 
 In process, the rows take turns within a round and the median of their ratios counts, because the
-machine may be busy. Over HTTP, each round measures the servers one after another. Memory is what the calls of a
-full ring leave behind in an app with a tap, less what they leave in one without.
+machine may be busy. Over HTTP, each round measures the servers one after another. Memory is what
+the calls of a full ring leave behind in an app with a tap, less what they leave in one without.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ def make_app(tap: Tap | None) -> App:
 
     @app.command(destructive=False)
     async def pay(order: str, cents: int) -> int:
-        return cents
+        return cents + len(order)
 
     if tap is not None:
         app.configure(tap=tap)

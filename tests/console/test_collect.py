@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -14,8 +15,9 @@ from tests.console.samples import parsed
 from tests.console.shops import call, make_app, send
 from wirecall import App
 from wirecall.console.collect import SENT, Collector
+from wirecall.console.listener import open_listener
 from wirecall.console.metrics import LABELS, METRICS, MetricsListener, render
-from wirecall.console.source import FeedEvent, NotFound, Refusal
+from wirecall.console.source import FeedEvent, ListenerSettings, NotFound, Refusal
 from wirecall.console.tap import Tap
 from wirecall.console.worker import Served, WorkerLink, describe, links_in
 from wirecall.errors import UsageError
@@ -349,3 +351,43 @@ async def test_metrics_listener_asks_for_its_token(server: Server, collector: Co
                 assert answer.status == 405
     finally:
         await listener.aclose()
+
+
+# --- the role "look" ------------------------------------------------------------------------------
+
+
+async def test_console_readonly_hides_keys_in_the_names_of_records(
+    server: Server, collector: Collector
+) -> None:
+    """A record's own name is its caller, its method and its key in base64."""
+    keys = ["a-long-key-1", "a-long-key-2"]
+    for key in keys:
+        await send(server.apps[0], call(1, "charge", cents=5, idempotency_key=key))
+    own = {each["id"] for each in (await collector.ledger())["records"]}
+    listener = await open_listener(collector, ListenerSettings(port=0, readonly=True))
+    opened = listener.signin.open(listener.link().partition("=")[2])
+    assert opened is not None
+    port = listener.url.rpartition(":")[2]
+    fields = {"Cookie": f"wc_{port}={opened.cookie}", "X-Wirecall-Tab": opened.tab}
+    async with aiohttp.ClientSession(headers=fields) as http:
+
+        async def read(path: str) -> Any:
+            async with http.get(listener.url + path) as answer:
+                text = await answer.text()
+            assert not any(word in text for word in (*own, *keys)), path
+            return json.loads(text)
+
+        first = await read("/ledger.json?limit=1")
+        second = await read(f"/ledger.json?limit=1&after={first['next']}")
+        ids = [page["records"][0]["id"] for page in (first, second)]
+        assert len(set(ids)) == 2 and second["next"] is None
+        for id in ids:
+            page = await read(f"/ledger/{id}.json")
+            assert (page["id"], page["method"]) == (id, "charge")
+        calls = (await read("/calls.json"))["rows"]
+        linked = [(await read(f"/calls/{row['id']}.json"))["record"] for row in calls]
+        assert sorted(linked) == sorted(ids)
+        for word in own:
+            async with http.get(f"{listener.url}/ledger/{word}.json") as answer:
+                assert answer.status == 404
+    await listener.aclose()
