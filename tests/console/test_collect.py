@@ -4,8 +4,9 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
 import pytest
@@ -15,13 +16,15 @@ from tests.console.samples import parsed
 from tests.console.shops import call, make_app, send
 from wirecall import App
 from wirecall.console.collect import SENT, Collector
+from wirecall.console.conflicts import NO_BODY, NO_RECORD, SECRET
 from wirecall.console.listener import open_listener
 from wirecall.console.metrics import LABELS, METRICS, MetricsListener, render
 from wirecall.console.source import FeedEvent, ListenerSettings, NotFound, Refusal
 from wirecall.console.tap import Tap
 from wirecall.console.worker import Served, WorkerLink, describe, links_in
-from wirecall.errors import UsageError
+from wirecall.errors import KeyConflict, UsageError
 from wirecall.ledger.base import RecordId
+from wirecall.protocol.secrets import Secret
 
 PATIENCE = 60.0
 
@@ -351,6 +354,42 @@ async def test_metrics_listener_asks_for_its_token(server: Server, collector: Co
                 assert answer.status == 405
     finally:
         await listener.aclose()
+
+
+# --- a key with other params ----------------------------------------------------------------------
+
+
+async def test_collector_record_says_which_members_of_a_conflict_differ(
+    server: Server, collector: Collector
+) -> None:
+    app = server.apps[0]
+    numbers = count(1)
+
+    @app.command(record_params=True)
+    async def pay(cents: int, to: str, card: Annotated[str, Secret]) -> int:
+        return cents
+
+    async def conflict(method: str, first: dict[str, Any], second: dict[str, Any]) -> Any:
+        key = f"key-{next(numbers)}"
+        await send(app, call(1, method, idempotency_key=key, **first))
+        answer = await send(app, call(2, method, idempotency_key=key, **second))
+        assert answer["error"]["code"] == KeyConflict.CODE
+        rows = (await collector.calls(f"key:{key}"))["rows"]
+        (word,) = {(await collector.call(row["id"]))["record"] for row in rows}
+        found = (await collector.record(word))["conflict"]
+        assert found.pop("call") == rows[0]["id"]
+        return found
+
+    paid = {"cents": 5, "to": "ada", "card": "4111"}
+    found = await conflict("pay", paid, {**paid, "cents": 6, "to": "bob"})
+    assert found == {"differs": ["cents", "to"], "why": None}
+    found = await conflict("pay", paid, {**paid, "card": "4222"})
+    assert found == {"differs": [], "why": SECRET}
+    found = await conflict("charge", {"cents": 5}, {"cents": 6})
+    assert found == {"differs": [], "why": NO_RECORD}
+    server.taps[0].capture = "facts"
+    found = await conflict("pay", paid, {**paid, "cents": 7})
+    assert found == {"differs": [], "why": NO_BODY}
 
 
 # --- the role "look" ------------------------------------------------------------------------------

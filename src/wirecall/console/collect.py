@@ -8,7 +8,7 @@ that has ended keeps its rows, which are marked as gone.
 import asyncio
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from wirecall.audit import Audit, AuditEntry, kept_files, verify
+from wirecall.console.conflicts import CODE, conflict_of
 from wirecall.console.filter import read_filter
 from wirecall.console.records import word_of
 from wirecall.console.ring import BOUNDS, SIZE, MethodTotals, quantile
@@ -26,6 +27,7 @@ from wirecall.console.rows import (
     critical_path,
     decode_batch,
     decode_rows,
+    passed_of,
     phases_of,
     seen_of,
 )
@@ -512,12 +514,7 @@ class Collector:
         seen = self._find(id)
         row = seen.row
         worker = self.workers.get(str(row["worker"]))
-        body: JsonObject = {"body": None, "capture": "facts"}
-        if worker is not None and not worker.is_gone:
-            try:
-                body = await worker.link.ask("body", number=seen.raw[0])
-            except Gone:
-                self._lose(worker)
+        body = await self._body(seen)
         record: Json = None
         if row["key"] is not None and row["kind"] == "command":
             record = word_of(RecordId(str(row["caller"]), str(row["method"]), str(row["key"])))
@@ -530,6 +527,7 @@ class Collector:
         return {
             "row": row,
             "phases": phases_of(seen),
+            "passed": passed_of(seen),
             "body": body["body"],
             "capture": body["capture"],
             "record": record,
@@ -605,6 +603,7 @@ class Collector:
             "concurrency": concurrency,
             "whole": len(entries) == size and mark.ended > 0,
             "missing": size - len(entries),
+            "upstreams": _shares(entries),
             "entries": [
                 {
                     "position": seen.row["position"],
@@ -641,12 +640,31 @@ class Collector:
             for seen in reversed(self._rows)
             if all(seen.row[name] == found[name] for name in same)
         ][:50]
+        found["conflict"] = await self._conflict(found)
         wanted = f"{found['method']}\n{found['key']}"
         lines = await asyncio.to_thread(self._read_trail)
         found["audit"] = [
             line for line in lines if f"{line.get('method')}\n{line.get('key')}" == wanted
         ][-50:]
         return found
+
+    async def _conflict(self, record: JsonObject) -> JsonObject | None:
+        """Return how the newest call with the same key and other params differs from a record."""
+        found = next((row for row in record["calls"] if row["code"] == CODE), None)
+        if found is None:
+            return None
+        body = await self._body(self._find(found["id"]))
+        return conflict_of(found["id"], record["params"], body)
+
+    async def _body(self, seen: Seen) -> JsonObject:
+        """Return the content of a call, if its worker has it."""
+        worker = self.workers.get(str(seen.row["worker"]))
+        if worker is not None and not worker.is_gone:
+            try:
+                return await worker.link.ask("body", number=seen.raw[0])
+            except Gone:
+                self._lose(worker)
+        return {"body": None, "capture": "facts"}
 
     async def resolve(self, id: str, request: JsonObject, *, actor: str) -> JsonObject:
         """Settle a record whose outcome is unknown."""
@@ -911,6 +929,12 @@ def _renewed(entries: list[Seen], rows: list[Any]) -> list[Seen]:
     for seen in entries:
         seen.raw = by_number.get(seen.raw[0], seen.raw)
     return entries
+
+
+def _shares(entries: list[Seen]) -> JsonObject:
+    """Return how many entries went to each server behind a gateway, the largest number first."""
+    found = Counter(str(seen.row["upstream"]) for seen in entries if seen.row["upstream"])
+    return dict(found.most_common())
 
 
 def _sum_of(lists: list[list[int]]) -> list[int]:
