@@ -15,7 +15,8 @@ from tests.console.records import unknown
 from tests.console.samples import parsed
 from tests.console.shops import call, make_app, send
 from wirecall import App
-from wirecall.console.collect import SENT, Collector
+from wirecall.console.calls import SENT
+from wirecall.console.collect import Collector
 from wirecall.console.conflicts import NO_BODY, NO_RECORD, SECRET
 from wirecall.console.listener import open_listener
 from wirecall.console.metrics import LABELS, METRICS, MetricsListener, render
@@ -259,7 +260,7 @@ async def test_feed_says_how_many_rows_were_lost(server: Server, collector: Coll
 
 async def test_feed_samples_a_flood(server: Server, collector: Collector) -> None:
     feed = collector.feed()
-    cursor = f"{collector._epoch}-{collector._last}"
+    cursor = collector.kept.place
     for number in range(3 * SENT):
         await send(server.apps[0], call(number, "price", sku="a"))
     await collector.read()
