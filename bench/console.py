@@ -3,7 +3,8 @@
     python bench/console.py [--quick]
 
 In process, the rows take turns within a round and the median of their ratios counts, because the
-machine may be busy. Over HTTP, each round measures the servers one after another.
+machine may be busy. Over HTTP, each round measures the servers one after another. Memory is what
+the calls of a full ring leave behind in an app with a tap, less what they leave in one without.
 """
 
 import asyncio
@@ -12,13 +13,17 @@ import subprocess
 import sys
 import tempfile
 import time
+import tracemalloc
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Event, Thread
 
 import msgspec
 
 from targets import Target, report
 from wirecall import App
+from wirecall.console.ring import SIZE
 from wirecall.console.tap import Tap
 
 IS_QUICK = "--quick" in sys.argv
@@ -26,6 +31,8 @@ ROUNDS = 15 if IS_QUICK else 61
 HTTP_ROUNDS = 3 if IS_QUICK else 9
 SECONDS = 0.5 if IS_QUICK else 1.5
 CONNECTIONS = 16
+# Seconds for the watchers to start.
+LONGEST = 60.0
 
 APP = """
 from wirecall import App
@@ -45,6 +52,10 @@ def make_app(tap: Tap | None) -> App:
     @app.query
     def add(a: int, b: int) -> int:
         return a + b
+
+    @app.command(destructive=False)
+    async def pay(order: str, cents: int) -> int:
+        return cents + len(order)
 
     if tap is not None:
         app.configure(tap=tap)
@@ -88,6 +99,45 @@ async def in_process(count: int) -> tuple[float, float, float]:
             tapped.append(await seconds_of(on, data, times) / first)
             await asyncio.sleep(0.01)
     return min(costs), statistics.median(idle), statistics.median(tapped)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def query(number: int) -> bytes:
+    """Return one message with one plain query."""
+    params = {"a": number, "b": 2}
+    return msgspec.json.encode(
+        {"jsonrpc": "2.0", "method": "add", "params": params, "id": number + 1000}
+    )
+
+
+def command(number: int) -> bytes:
+    """Return one message with one command, which has the longest row."""
+    params = {"order": f"order-{number}", "cents": 5, "idempotency_key": f"order-{number}"}
+    return msgspec.json.encode(
+        {"jsonrpc": "2.0", "method": "pay", "params": params, "id": number + 1000}
+    )
+
+
+async def left_behind(tap: Tap | None, make: Callable[[int], bytes]) -> int:
+    """Return the bytes that the calls of a full ring leave behind in an app."""
+    async with make_app(tap) as app:
+        await app.handle(make(0))
+        tracemalloc.start()
+        for number in range(1, SIZE + 1):
+            await app.handle(make(number))
+        if tap is not None:
+            # The reader of the ring makes the rows of messages that wait.
+            tap.totals.count()
+        taken, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    return taken
+
+
+async def megabytes(make: Callable[[int], bytes]) -> float:
+    """Return the megabytes of a full ring."""
+    return (await left_behind(Tap(), make) - await left_behind(None, make)) / 1e6
 
 
 # --- over HTTP ------------------------------------------------------------------------------------
@@ -136,13 +186,22 @@ def serve(stack: ExitStack, folder: Path, *options: str) -> tuple[int, int]:
             return int(line.strip().rpartition(":")[2]), process.pid
 
 
-def watch(stack: ExitStack, pid: int) -> None:
-    """Start a watcher of a server."""
+def watch(stack: ExitStack, pid: int) -> Event:
+    """Start a watcher of a server; return the event that it has shown a call."""
     command = [sys.executable, "-m", "wirecall", "watch", str(pid), "--json"]
     watcher = stack.enter_context(
-        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     )
     stack.callback(watcher.terminate)
+    seen = Event()
+
+    def drain() -> None:
+        assert watcher.stdout is not None
+        while watcher.stdout.read1(1 << 20):
+            seen.set()
+
+    Thread(target=drain, daemon=True).start()
+    return seen
 
 
 async def over_http() -> dict[str, float]:
@@ -154,9 +213,12 @@ async def over_http() -> dict[str, float]:
         plain, _ = serve(stack, folder)
         tapped, _ = serve(stack, folder, "--metrics", "127.0.0.1:0")
         watched, pid = serve(stack, folder, "--metrics", "127.0.0.1:0")
-        for _ in range(3):
-            watch(stack, pid)
-        await asyncio.sleep(5)  # the watchers start
+        watchers = [watch(stack, pid) for _ in range(3)]
+        ends_at = time.perf_counter() + LONGEST
+        while not all(seen.is_set() for seen in watchers):
+            if time.perf_counter() > ends_at:
+                raise SystemExit(f"the watchers showed no call within {LONGEST:.0f} s")
+            await rate_of(watched)
         for port in (plain, tapped, watched):
             await rate_of(port)
         for _ in range(HTTP_ROUNDS):
@@ -171,6 +233,8 @@ def main() -> int:
     print(f"  {cost:.2f} us per entry of a batch of 50, without a tap")
     single, _, tapped_single = asyncio.run(in_process(1))
     print(f"  {single:.2f} us per single call, {tapped_single:.2f} of it with a tap")
+    queries = asyncio.run(megabytes(query))
+    commands = asyncio.run(megabytes(command))
     http = asyncio.run(over_http())
     figures = {
         "entry_us": cost,
@@ -178,6 +242,8 @@ def main() -> int:
         "on": tapped,
         "single_us": single,
         "single_on": tapped_single,
+        "ring_queries_mb": queries,
+        "ring_commands_mb": commands,
         **{f"http_{name}": ratio for name, ratio in http.items()},
     }
     targets = [
@@ -185,6 +251,8 @@ def main() -> int:
         Target("an entry, console on and unwatched", "ratio", tapped, "<=", 1.15, own=1.0),
         Target("calls/s over HTTP, unwatched", "ratio", http["unwatched"], ">=", 0.99, own=1.0),
         Target("calls/s over HTTP, three watchers", "ratio", http["watched"], ">=", 0.95, own=1.0),
+        Target("a ring full of queries", "MB", queries, "<=", 2.0, own=2.0),
+        Target("a ring full of commands", "MB", commands, "<=", 2.0, own=2.0),
     ]
     return report("console", targets, figures)
 

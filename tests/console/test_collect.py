@@ -4,7 +4,9 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator
+from itertools import count
 from pathlib import Path
+from typing import Annotated, Any
 
 import aiohttp
 import pytest
@@ -13,13 +15,17 @@ from tests.console.records import unknown
 from tests.console.samples import parsed
 from tests.console.shops import call, make_app, send
 from wirecall import App
-from wirecall.console.collect import SENT, Collector
+from wirecall.console.calls import SENT
+from wirecall.console.collect import Collector
+from wirecall.console.conflicts import NO_BODY, NO_RECORD, SECRET
+from wirecall.console.listener import open_listener
 from wirecall.console.metrics import LABELS, METRICS, MetricsListener, render
-from wirecall.console.source import FeedEvent, NotFound, Refusal
+from wirecall.console.source import FeedEvent, ListenerSettings, NotFound, Refusal
 from wirecall.console.tap import Tap
 from wirecall.console.worker import Served, WorkerLink, describe, links_in
-from wirecall.errors import UsageError
+from wirecall.errors import KeyConflict, UsageError
 from wirecall.ledger.base import RecordId
+from wirecall.protocol.secrets import Secret
 
 PATIENCE = 60.0
 
@@ -254,7 +260,7 @@ async def test_feed_says_how_many_rows_were_lost(server: Server, collector: Coll
 
 async def test_feed_samples_a_flood(server: Server, collector: Collector) -> None:
     feed = collector.feed()
-    cursor = f"{collector._epoch}-{collector._last}"
+    cursor = collector.kept.place
     for number in range(3 * SENT):
         await send(server.apps[0], call(number, "price", sku="a"))
     await collector.read()
@@ -349,3 +355,79 @@ async def test_metrics_listener_asks_for_its_token(server: Server, collector: Co
                 assert answer.status == 405
     finally:
         await listener.aclose()
+
+
+# --- a key with other params ----------------------------------------------------------------------
+
+
+async def test_collector_record_says_which_members_of_a_conflict_differ(
+    server: Server, collector: Collector
+) -> None:
+    app = server.apps[0]
+    numbers = count(1)
+
+    @app.command(record_params=True)
+    async def pay(cents: int, to: str, card: Annotated[str, Secret]) -> int:
+        return cents
+
+    async def conflict(method: str, first: dict[str, Any], second: dict[str, Any]) -> Any:
+        key = f"key-{next(numbers)}"
+        await send(app, call(1, method, idempotency_key=key, **first))
+        answer = await send(app, call(2, method, idempotency_key=key, **second))
+        assert answer["error"]["code"] == KeyConflict.CODE
+        rows = (await collector.calls(f"key:{key}"))["rows"]
+        (word,) = {(await collector.call(row["id"]))["record"] for row in rows}
+        found = (await collector.record(word))["conflict"]
+        assert found.pop("call") == rows[0]["id"]
+        return found
+
+    paid = {"cents": 5, "to": "ada", "card": "4111"}
+    found = await conflict("pay", paid, {**paid, "cents": 6, "to": "bob"})
+    assert found == {"differs": ["cents", "to"], "why": None}
+    found = await conflict("pay", paid, {**paid, "card": "4222"})
+    assert found == {"differs": [], "why": SECRET}
+    found = await conflict("charge", {"cents": 5}, {"cents": 6})
+    assert found == {"differs": [], "why": NO_RECORD}
+    server.taps[0].capture = "facts"
+    found = await conflict("pay", paid, {**paid, "cents": 7})
+    assert found == {"differs": [], "why": NO_BODY}
+
+
+# --- the role "look" ------------------------------------------------------------------------------
+
+
+async def test_console_readonly_hides_keys_in_the_names_of_records(
+    server: Server, collector: Collector
+) -> None:
+    """A record's own name is its caller, its method and its key in base64."""
+    keys = ["a-long-key-1", "a-long-key-2"]
+    for key in keys:
+        await send(server.apps[0], call(1, "charge", cents=5, idempotency_key=key))
+    own = {each["id"] for each in (await collector.ledger())["records"]}
+    listener = await open_listener(collector, ListenerSettings(port=0, readonly=True))
+    opened = listener.signin.open(listener.link().partition("=")[2])
+    assert opened is not None
+    port = listener.url.rpartition(":")[2]
+    fields = {"Cookie": f"wc_{port}={opened.cookie}", "X-Wirecall-Tab": opened.tab}
+    async with aiohttp.ClientSession(headers=fields) as http:
+
+        async def read(path: str) -> Any:
+            async with http.get(listener.url + path) as answer:
+                text = await answer.text()
+            assert not any(word in text for word in (*own, *keys)), path
+            return json.loads(text)
+
+        first = await read("/ledger.json?limit=1")
+        second = await read(f"/ledger.json?limit=1&after={first['next']}")
+        ids = [page["records"][0]["id"] for page in (first, second)]
+        assert len(set(ids)) == 2 and second["next"] is None
+        for id in ids:
+            page = await read(f"/ledger/{id}.json")
+            assert (page["id"], page["method"]) == (id, "charge")
+        calls = (await read("/calls.json"))["rows"]
+        linked = [(await read(f"/calls/{row['id']}.json"))["record"] for row in calls]
+        assert sorted(linked) == sorted(ids)
+        for word in own:
+            async with http.get(f"{listener.url}/ledger/{word}.json") as answer:
+                assert answer.status == 404
+    await listener.aclose()

@@ -13,7 +13,7 @@ from tests.console.browser import Looker
 from tests.console.processes import Running
 from tests.console.samples import parsed
 from tests.gateway.bench import Bench
-from tests.gateway.fronts import counter, effects
+from tests.gateway.fronts import counter, effects, introduction, message_of
 from tests.gateway.process import settings
 from tests.ports import free_port
 from wirecall.console.collect import Collector
@@ -60,6 +60,60 @@ async def test_upstreams_of_a_gateway_have_their_state_and_figures(tmp_path: Pat
         assert (await collector.call(rows[0]["id"]))["original"] == rows[1]["id"]
         now = await collector.now()
         assert now["is_gateway"]
+
+
+async def test_call_behind_a_gateway_says_what_was_translated(tmp_path: Path) -> None:
+    """The counter of the upstream speaks revisions with a handshake only."""
+    async with watched(tmp_path) as (bench, collector):
+        async with bench.client("/mcp/bank", revision="2026-07-28") as client:
+            for key in ("k", "k"):
+                await client.call_tool("pay", {"to": "x"}, key=key)
+            await client.call_tool("look")
+        rows = (await collector.calls())["rows"]
+        look, again, first = [await collector.call(row["id"]) for row in rows]
+        assert [page["row"]["upstream"] for page in (look, again, first)] == ["bank"] * 3
+        passed = first["passed"]
+        assert (passed["upstream"], passed["was_sent"]) == ("bank", True)
+        lines = {line["what"]: (line["client"], line["upstream"]) for line in passed["lines"]}
+        assert lines["revision"][0] == "2026-07-28"
+        assert passed["crosses"] == (lines["revision"][1] != "2026-07-28")
+        assert passed["crosses"] == ("_meta" in lines)
+        assert lines["id"][0] == first["row"]["rpc_id"] and int(lines["id"][1]) > 0
+        assert not again["passed"]["was_sent"]
+        assert [line["what"] for line in again["passed"]["lines"]] == ["revision"]
+        assert look["passed"]["was_sent"] and look["row"]["kind"] == "query"
+
+
+async def test_batch_behind_a_gateway_says_where_its_entries_went(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, names=("bank", "shop"))
+    bench.gateway.configure(tap=Tap("facts", str(tmp_path)))
+    served = Served("gateway", os.getpid(), 0.0, folder=str(tmp_path))
+    describe(served)
+    for name in ("bank", "shop"):
+        bench.file(name).touch()
+    async with bench.serving():
+        collector = Collector(served)
+        await collector.open()
+        _, session = await bench.post(
+            "/mcp", message_of("initialize", introduction("2025-03-26"), 1)
+        )
+        tools = ["bank__look"] * 9 + ["shop__look"] * 3
+        calls = [
+            message_of("tools/call", {"name": name, "arguments": {}}, id)
+            for id, name in enumerate(tools)
+        ]
+        answers, _ = await bench.post("/mcp", b"[" + b",".join(calls) + b"]", session)
+        assert all("result" in each for each in answers), answers
+        rows = (await collector.calls())["rows"]
+        (batch,) = {row["batch"] for row in rows}
+        page = await collector.batch(batch)
+        assert (page["size"], page["whole"], page["missing"]) == (12, True, 0)
+        assert page["upstreams"] == {"bank": 9, "shop": 3}
+        assert [entry["position"] for entry in page["entries"]] == [*range(12)]
+        assert [entry["row"]["upstream"] for entry in page["entries"]] == (
+            ["bank"] * 9 + ["shop"] * 3
+        )
+        await collector.aclose()
 
 
 async def test_upstream_that_cannot_start_needs_a_person(tmp_path: Path) -> None:

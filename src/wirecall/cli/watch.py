@@ -158,7 +158,7 @@ async def _watch(server: "Served", filter: str, last: int, count: int | None, as
     collector = open_collector(server)
     await collector.open()
     try:
-        if not collector.alive():
+        if not collector.workers.alive():
             raise Unreachable(
                 f"{server.name} does not answer.", "it is starting or ending", "try again"
             )
@@ -197,7 +197,7 @@ async def _follow(
                 break
         elif event.event == "numbers":
             show.numbers(event.data)
-            if not collector.alive():
+            if not collector.workers.alive():
                 click.echo("the server has ended", err=True)
                 break
     return Exit.DONE

@@ -7,7 +7,8 @@
 3. GET changes nothing. POST needs JSON, `Sec-Fetch-Site: same-origin` and an `Origin` that equals
    `Host`. There is no CORS.
 4. Every answer carries `HEADERS`. The policy allows the files of this server and nothing else.
-5. A session with the role "look" cannot act, and sees callers and keys shortened.
+5. A session with the role "look" cannot act, and sees callers and keys shortened. It knows records
+   by other names (`aliases`).
 6. Sign-ins and actions go into the audit trail (`Source.note_action`).
 """
 
@@ -20,6 +21,7 @@ from urllib.parse import parse_qsl, unquote
 
 import msgspec
 
+from wirecall.console.aliases import Aliases
 from wirecall.console.assets import Asset, assets
 from wirecall.console.signin import SESSION_LIFE, Role, Session, SignIn, TooMany
 from wirecall.console.source import FeedEvent, ListenerSettings, Refusal, Source
@@ -104,6 +106,7 @@ class Listener:
         self._settings = settings
         self._role: Role = "look" if settings.readonly else "act"
         self.signin = SignIn(file=settings.sessions)
+        self._aliases = Aliases()
         self._port = settings.port
         self._stop = asyncio.Event()
         self._server = HttpServer({}, fallback=self._answer)
@@ -187,14 +190,26 @@ class Listener:
         if path == EXPORT:
             await self._export(request, session, given.get("filter", ""))
             return
-        document = await self._document(path.removesuffix(".json"), given)
+        document = await self._document(path.removesuffix(".json"), given, session)
         await self._send(request, session, document)
 
-    async def _document(self, path: str, given: dict[str, str]) -> Json:
-        """Return the facts of a page."""
-        source = self._source
+    async def _document(self, path: str, given: dict[str, str], session: Session) -> Json:
+        """Return the facts of a page, as the role of a session sees them."""
         _, page, *rest = path.split("/", 2)
         name = unquote(rest[0]) if rest else ""
+        if session.role == "act":
+            return await self._facts(page, name, given)
+        if page == "ledger" and name:
+            name = self._aliases.word(name)
+        elif page == "ledger" and given.get("after"):
+            given = {**given, "after": self._aliases.word(given["after"])}
+        document = shortened(await self._facts(page, name, given))
+        self._aliases.hide(page, document)
+        return document
+
+    async def _facts(self, page: str, name: str, given: dict[str, str]) -> Json:
+        """Return the facts of a page, with whole keys."""
+        source = self._source
         several: dict[str, Callable[[], Awaitable[Json]]] = {
             "now": source.now,
             "methods": source.methods,
@@ -229,7 +244,7 @@ class Listener:
             return await one[page](name)
         if not name and page in several:
             return await several[page]()
-        raise Refused(404, "address", f"there is no page {path[:100]!r}")
+        raise Refused(404, "address", f"there is no page {f'/{page}'[:100]!r}")
 
     async def _stream(self, request: HttpRequest, session: Session, given: dict[str, str]) -> None:
         """Send the feed until the client leaves or the console stops."""

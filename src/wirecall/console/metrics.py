@@ -100,7 +100,7 @@ async def render(collector: Collector) -> str:
     await collector.read()
     records: dict[str, Any] | None = None
     with suppress(Refusal):
-        records = (await collector.ask("counts"))["counts"]
+        records = (await collector.workers.ask("counts"))["counts"]
     by_name: dict[str, list[Sample]] = {name: [] for name in METRICS}
     for name, sample in _samples(collector, records):
         by_name[name].append(sample)
@@ -119,12 +119,12 @@ def _samples(collector: Collector, records: dict[str, Any] | None) -> Iterator[t
     def one(name: str, value: float, **labels: str) -> tuple[str, Sample]:
         return name, (name, labels, value)
 
-    total = collector.total()
+    total = collector.workers.total()
     yield one("wirecall_info", 1, version=__version__)
-    since = [worker.numbers.since for worker in collector.workers.values()]
+    since = [worker.numbers.since for worker in collector.workers]
     yield one("wirecall_start_time_seconds", min(since, default=collector.since))
-    yield one("wirecall_workers", len(collector.alive()))
-    yield one("wirecall_workers_ended_total", collector.ended)
+    yield one("wirecall_workers", len(collector.workers.alive()))
+    yield one("wirecall_workers_ended_total", collector.workers.ended)
     for method, numbers in sorted(total.methods.items()):
         kind = numbers.kind or "unknown"
         yield one("wirecall_calls_total", numbers.calls, method=method, kind=kind)
@@ -149,7 +149,7 @@ def _samples(collector: Collector, records: dict[str, Any] | None) -> Iterator[t
         yield one("wirecall_ledger_round_trips_total", trip.number, operation=operation)
         yield one("wirecall_ledger_round_trip_seconds_total", trip.seconds, operation=operation)
         yield one("wirecall_ledger_failures_total", trip.failed, operation=operation)
-    for upstream, facts in collector.upstream_states().items():
+    for upstream, facts in collector.workers.upstream_states().items():
         yield one("wirecall_upstream_up", int(facts["up"]), upstream=upstream)
         yield one("wirecall_upstream_in_flight", facts["in_flight"], upstream=upstream)
         yield one("wirecall_upstream_queued", facts["queued"], upstream=upstream)

@@ -4,10 +4,12 @@ import msgspec
 from msgspec import Struct
 
 from wirecall.console.ring import start_of
+from wirecall.mcp.revisions import STATELESS
 from wirecall.protocol.messages import Json, JsonObject
 from wirecall.server.tapped import RawRow
 
 TOOL = "tools/call:"
+STATELESS_NAMES = {revision.name for revision in STATELESS}
 
 
 class RowsAnswer(Struct):
@@ -80,6 +82,7 @@ def seen_of(raw: RawRow, worker: str, offset: float, previous: float) -> Seen:
         "call_id": None,
         "trace_id": None,
         "reason": None,
+        "upstream": None,
     }
     if more is not None:
         row |= {
@@ -94,6 +97,9 @@ def seen_of(raw: RawRow, worker: str, offset: float, previous: float) -> Seen:
             "trace_id": more.trace_id,
             "reason": more.reason,
         }
+        if more.passed is not None:
+            row["upstream"] = more.passed.upstream
+            row["revision"] = more.passed.client_revision
         if more.parent is not None:
             row["batch"] = f"{worker}-T{more.parent}"
     return Seen(row, raw, start)
@@ -120,6 +126,41 @@ def phases_of(seen: Seen) -> list[JsonObject]:
         }
         for name, begin, end in points
     ]
+
+
+def passed_of(seen: Seen) -> JsonObject | None:
+    """Return what a gateway changed in a call, line by line; None if there is none."""
+    more = seen.raw[7]
+    if more is None or more.passed is None:
+        return None
+    passed = more.passed
+    lines = [_line("revision", passed.client_revision, passed.revision)]
+    if passed.id is not None:
+        own_id = str(seen.row["rpc_id"])
+        lines.append(_line("id", own_id, str(passed.id)))
+        if passed.has_token:
+            lines.append(_line("progress token", "the client's own", str(passed.id)))
+        if passed.crosses and passed.revision in STATELESS_NAMES:
+            lines.append(_line("_meta", "said in the handshake", "revision, client, capabilities"))
+        elif passed.crosses:
+            lines.append(_line("_meta", "revision, client, capabilities", "said in the handshake"))
+        if passed.has_headers:
+            lines.append(_line("headers", "the client's own", "written again from the body"))
+    return {
+        "upstream": passed.upstream,
+        "was_sent": passed.id is not None,
+        "crosses": passed.crosses,
+        "lines": lines,
+    }
+
+
+def _line(what: str, client: str | None, upstream: str | None) -> JsonObject:
+    return {
+        "what": what,
+        "client": client,
+        "upstream": upstream,
+        "is_changed": client != upstream,
+    }
 
 
 def critical_path(entries: list[Seen], refs: dict[int, list[int]]) -> set[int]:

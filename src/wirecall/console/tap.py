@@ -21,8 +21,8 @@ from wirecall.errors import RpcError
 from wirecall.ledger.base import Ledger, LedgerDown
 from wirecall.logs import logger
 from wirecall.protocol.secrets import Plan, Redactor, hidden, plan_of
-from wirecall.server.call import Call, Mark, Word, clock
-from wirecall.server.tapped import More, row_id
+from wirecall.server.call import PASSED, Call, Mark, Word, clock
+from wirecall.server.tapped import More, array_of, row_id
 
 if TYPE_CHECKING:
     from wirecall.app import App
@@ -199,7 +199,10 @@ class Tap:
         mark = call.frame.mark
         if mark is None:
             # A call of the gateway's relay, which has its own frames.
-            mark = call.frame.mark = Mark(call.started, call.frame.sender.caller, 0, "mcp")
+            mark = array_of(call.frame.sender) or Mark(
+                call.started, call.frame.sender.caller, 0, "mcp"
+            )
+            call.frame.mark = mark
         attempt = 0
         call_id = call.ids.made_call_id
         trace_id = None
@@ -223,8 +226,13 @@ class Tap:
             trace_id,
             call.batch,
         )
-        mark.note(call.position)
-        number = self.note(clock(), mark, call.record, row_id(call.id), code, call.position, more)
+        if PASSED in call.values:
+            more.passed = call.values[PASSED]()
+        position = call.position
+        if call.frame.sender.entry is not None:
+            position = call.frame.sender.entry.position
+        mark.note(position)
+        number = self.note(clock(), mark, call.record, row_id(call.id), code, position, more)
         if self.capture == "bodies" and not self.is_paused and outcome != "undelivered":
             self._keep_body(number, call, error)
 

@@ -35,8 +35,9 @@ from wirecall.gateway import tasks
 from wirecall.gateway.rounds import STATE, Bridge, Declined, Leg, about, asks, paused
 from wirecall.gateway.session import Report, Sent, UpstreamSession
 from wirecall.gateway.upstream import Slot, Upstream
+from wirecall.mcp.revisions import Revision
 from wirecall.protocol.messages import Sound
-from wirecall.server.call import InputRequired
+from wirecall.server.call import InputRequired, Passed
 from wirecall.server.context import Context
 from wirecall.server.method import Kind, Method, Terms
 from wirecall.server.providers import Provider, Providers
@@ -77,6 +78,8 @@ class Forward(Struct, eq=False):
     bridge: Bridge | None = None
     # The client has not declared tasks.
     awaits_tasks: bool = False
+    # The revision of the client, if it is known.
+    client: Revision | None = None
     # The state of a further round, and what it says.
     follows: str | None = None
     leg: Leg | None = None
@@ -110,6 +113,22 @@ class Forward(Struct, eq=False):
                 async with asyncio.timeout(timeout):
                     return await tasks.outcome(self.session, result, params, self.report)
             return result
+
+    def passed(self) -> Passed:
+        """Return what a tap shows of it."""
+        origin = self.session.upstream.origin
+        server = self.session.revision
+        passed = Passed(origin.name, has_token=self.report is not None)
+        if self.sent is not None:
+            passed.id = self.sent.id
+            passed.has_headers = self.session.repeats_the_body
+        if self.client is not None:
+            passed.client_revision = self.client.name
+        if server is not None:
+            passed.revision = server.name
+        if self.client is not None and server is not None:
+            passed.crosses = self.client.is_stateless is not server.is_stateless
+        return passed
 
     def note(self, sent: Sent) -> None:
         """Remember the request, so that it can be cancelled."""

@@ -47,6 +47,7 @@ from wirecall.version import __version__
 if TYPE_CHECKING:
     from wirecall.gateway.gateway import Gateway
     from wirecall.gateway.upstream import Upstream
+    from wirecall.server.call import Mark
 
 MISSING_META = "io.wirecall/missing"
 # Seconds in which the upstreams must give their lists. The others are left out.
@@ -102,6 +103,9 @@ class Front(Server):
         self._flying: dict[object, dict[Id, Flying]] = {}
         # The resources that sessions have subscribed to: their upstream, and their URI there.
         self._watched: dict[tuple[object, str], tuple[Upstream, str]] = {}
+
+    def begin_array(self, sender: Sender, size: int) -> "Mark | None":
+        return self.gateway._serving().begin_array(sender, size)
 
     def _in_lane(self, message: tuple[Incoming, Any]) -> bool:
         params = message[1]
@@ -231,7 +235,7 @@ class Front(Server):
             outlet.send,
             requests,
             gateway.sealer,
-            is_guarded=bool(gateway._middleware),
+            is_guarded=bool(gateway._middleware) or gateway._tap is not None,
         )
         conversation.hearers[relay.outbox] = session, outlet
         try:

@@ -64,7 +64,7 @@ from wirecall.mcp.types import (
 )
 from wirecall.protocol.messages import Arrived, Envelope, encode
 from wirecall.protocol.sender import Sender
-from wirecall.server.call import Call, Frame, InputRequired
+from wirecall.server.call import PASSED, Call, Frame, InputRequired
 from wirecall.server.policy import identify
 
 if TYPE_CHECKING:
@@ -270,6 +270,7 @@ class Relay:
         )
         flying = Flying(False, forward, task)
         revision = self.revision if client is None else client.revision
+        forward.client = revision
         if id in self._flying or message.method == "initialize":
             flying.task = None  # it cannot be cancelled by its id
         else:
@@ -451,7 +452,7 @@ class Relay:
             id=id,
             params=params.arguments,
             record=f"tools/call:{method.record}",
-            values={ASK: ask},
+            values={ASK: ask, PASSED: flying.forward.passed},
         )
         return await self._dispatcher().call(call)
 
@@ -511,7 +512,7 @@ class Relay:
             key=key,
             keyless=method.key != "off",
             digest=digest,
-            values={FORWARD: forward},
+            values={FORWARD: forward, PASSED: forward.passed},
             follows=follows,
         )
         try:

@@ -239,12 +239,17 @@ class UpstreamSession:
             raise entry.error
         return Raw(one_line(entry.raw))
 
+    @property
+    def repeats_the_body(self) -> bool:
+        """Whether headers repeat what the body says. On a pipe there are none."""
+        revision = self.link.revision
+        if self._line is not None or revision is None:
+            return False
+        return revision.has("http headers repeat the body")
+
     def _named(self, params: Raw | UnsetType) -> object:
         """Return the params for the headers that repeat them. On a pipe there are none."""
-        if self._line is not None or params is UNSET:
-            return None
-        revision = self.link.revision
-        if revision is None or not revision.has("http headers repeat the body"):
+        if params is UNSET or not self.repeats_the_body:
             return None
         return msgspec.json.decode(params)
 

@@ -38,6 +38,14 @@ class HttpHeader(Protocol):
         ...
 
 
+class Entry(Struct, frozen=True, eq=False, gc=False):
+    """The place of a message in an MCP array, for a tap."""
+
+    # What the rows of the array share (`server.call.Mark`).
+    mark: object
+    position: int
+
+
 class Sender(Struct, frozen=True, eq=False):
     """The sender of one message, and the delivery of its answers.
 
@@ -59,6 +67,8 @@ class Sender(Struct, frozen=True, eq=False):
     # Sends notifications to the client that sent the message. None: the transport carries only
     # answers, as HTTP does.
     push: Push | None = None
+    # Set if a tap is on and the message came in an array.
+    entry: Entry | None = None
 
 
 # The sender of messages about which a transport knows nothing. All of them share it.

@@ -71,6 +71,27 @@ class Mark(Struct, eq=False, gc=False, array_like=True):
             self.noted.add(position)
 
 
+class Passed(Struct, eq=False, gc=False, array_like=True):
+    """The facts about a call that a gateway passed on."""
+
+    upstream: str
+    # The revisions of the client and of the upstream, if they are known.
+    client_revision: str | None = None
+    revision: str | None = None
+    # The id of the request to the upstream. None: nothing was sent to it.
+    id: int | None = None
+    # The client asked for progress. Its token there is the id.
+    has_token: bool = False
+    # The upstream gets headers that repeat the body.
+    has_headers: bool = False
+    # One of them has a handshake, and the other has none.
+    crosses: bool = False
+
+
+# The member of a call's values with the function that returns its `Passed`.
+PASSED = "passed"
+
+
 class Frame(Struct, eq=False):
     """The facts that all calls of one message share: its sender, and those about the message."""
 

@@ -80,6 +80,7 @@ from wirecall.server.call import (
     Frame,
     Handler,
     InputRequired,
+    Mark,
     Shape,
     log_refusal,
     ran_if_interrupted,
@@ -408,6 +409,10 @@ class Dispatcher:
             self._count(-len(messages), frame.sender.caller)
             self._end_batch(frame, [], is_complete=False)
             answers.finish()
+
+    def begin_array(self, sender: Sender, size: int) -> Mark | None:
+        """Return what the rows of an MCP array share; None without a tap."""
+        return None
 
     def _begin_batch(self, _frame: Frame, _size: int, *, measured: bool = False) -> Begin:
         """Return what begins the entries of a batch; `measured`: each of them has its own times."""

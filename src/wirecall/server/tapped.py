@@ -27,7 +27,7 @@ from wirecall.errors import InternalError, Ran, RpcError
 from wirecall.logs import watch_ids
 from wirecall.protocol.messages import Data, Id, Invalid, Message, Success
 from wirecall.protocol.sender import ANYONE, Sender
-from wirecall.server.call import Call, CallTap, Frame, Handler, Mark, Shape, clock
+from wirecall.server.call import Call, CallTap, Frame, Handler, Mark, Passed, Shape, clock
 from wirecall.server.context import Context
 from wirecall.server.dispatch import Dispatcher, Pending, Reply
 from wirecall.server.ids import Ids
@@ -63,6 +63,8 @@ class More(Struct, eq=False, gc=False, array_like=True):
     parent: str | None = None
     # Why a message was refused.
     reason: str | None = None
+    # Set by a gateway.
+    passed: Passed | None = None
 
 
 # number, ended, mark, method, id, code, position, more
@@ -118,6 +120,15 @@ def row_id(id: Id | UnsetType) -> RowId:
     return id
 
 
+def array_of(sender: Sender) -> Mark | None:
+    """Return what the rows of the array share in which a message came."""
+    entry = sender.entry
+    if entry is None:
+        return None
+    assert isinstance(entry.mark, Mark)
+    return entry.mark
+
+
 class TappedDispatcher(Dispatcher):
     """A dispatcher that writes a row about every call."""
 
@@ -162,6 +173,9 @@ class TappedDispatcher(Dispatcher):
         return frame
 
     # --- batches ----------------------------------------------------------------------------------
+
+    def begin_array(self, sender: Sender, size: int) -> Mark:
+        return Mark(clock(), sender.caller, 0, "mcp", next(self._batches), size, is_measured=True)
 
     def _begin_batch(self, frame: Frame, size: int, *, measured: bool = False) -> Begin:
         mark = self._mark_of(frame)
@@ -293,7 +307,7 @@ class TappedDispatcher(Dispatcher):
             revision = None
             if call.peer is not None:
                 revision = call.peer.revision
-            frame.mark = Mark(
+            frame.mark = array_of(frame.sender) or Mark(
                 call.started, frame.sender.caller, _length(call), "mcp", revision=revision
             )
         return await super().call(call, has_place=has_place)

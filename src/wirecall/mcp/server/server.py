@@ -65,9 +65,9 @@ from wirecall.mcp.server.task_run import TaskRunner
 from wirecall.mcp.server.tasks import Tasks
 from wirecall.mcp.types import LEVELS, PREFIX, CallTool, Params
 from wirecall.protocol.messages import Envelope, Invalid, JsonObject
-from wirecall.protocol.sender import Sender
+from wirecall.protocol.sender import Entry, Sender
 from wirecall.server.batch import run_batch
-from wirecall.server.call import log_refusal
+from wirecall.server.call import clock, log_refusal
 from wirecall.server.identity import Identity
 from wirecall.server.ids import Ids
 from wirecall.server.method import Method
@@ -76,6 +76,7 @@ from wirecall.transports.request import HttpError
 if TYPE_CHECKING:
     from wirecall.auth.access import Access
     from wirecall.mcp.server.array_links import ArrayLinks
+    from wirecall.server.call import Mark
     from wirecall.server.dispatch import Dispatcher
 
 Handler = Callable[[Peer], Coroutine[Any, Any, object]]
@@ -494,6 +495,10 @@ class Server:
             raise MethodNotFound(f"{name}: this server does not offer {method.extension}")
         return method
 
+    def begin_array(self, sender: Sender, size: int) -> "Mark | None":
+        """Return what the rows of an array share, for a tap. Only a gateway's rows have it."""
+        return None
+
     # complexity: the entries of an array share what is counted and kept here.
     async def answer_array(
         self,
@@ -514,12 +519,21 @@ class Server:
         # The answers that no stream has sent, by position.
         kept: dict[int, bytes] = {}
 
+        calls = [
+            entry
+            for entry in entries
+            if isinstance(entry, Envelope) and entry.method == "tools/call"
+        ]
+        mark = self.begin_array(sender, len(calls))
+
         async def begin(session: Session, message: tuple[Incoming, Any], position: int) -> None:
             nonlocal left
             entry, params = message
             own = sender
+            if mark is not None:
+                own = msgspec.structs.replace(own, entry=Entry(mark, position))
             if into is not None and sender.receipt is not None:
-                own = msgspec.structs.replace(sender, receipt=sender.receipt.part())
+                own = msgspec.structs.replace(own, receipt=sender.receipt.part())
             answer: bytes | None
             try:
                 if links is not None:
@@ -582,6 +596,8 @@ class Server:
         _: list[None] = await run_batch(
             session, messages, begin, self.in_lane or changes_something, concurrency=limit
         )
+        if mark is not None:
+            mark.ended = clock()
         return [kept[position] for position in sorted(kept)]
 
     async def _send_kept(self, kept: dict[int, bytes], outlet: Outlet) -> None:

@@ -54,7 +54,7 @@ export function open(route) {
     return html`
       <p class="crumbs"><a href="/calls">Calls</a></p>
       <div class="head"><h1 tabindex="-1">Batch ${route.name.split("-").pop()}</h1>
-        <span class="muted">array of ${data.size} in ${duration(data.ms)}</span></div>
+        <span class="muted">array of ${data.size} in ${duration(data.ms)}${shares(data.upstreams ?? {})}</span></div>
       <p class="facts"><span>${time(data.at, true)}</span><span>${bytes(data.bytes)}</span>
         <span>${data.caller ? short(data.caller, 40) : "anonymous"}</span>
         <span>at most ${data.concurrency} at once</span>
@@ -83,6 +83,14 @@ export function open(route) {
     },
     view: () => loaded(found, page),
   };
+}
+
+/** How many entries went to which upstream. @param {Record<string, number>} upstreams */
+function shares(upstreams) {
+  const found = Object.entries(upstreams);
+  if (!found.length) return "";
+  const names = found.map(([name]) => name).join(", ");
+  return `: ${found.map(([, number]) => number).join(" + ")} to ${names}`;
 }
 
 /** @param {any[]} entries */

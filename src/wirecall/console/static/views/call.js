@@ -82,6 +82,7 @@ function page(data, act) {
         <button type="button" @click=${() => act.beside(1)}>Next entry</button>` : nothing}
     </div>
     <section><h2>Summary</h2>${summary(data)}</section>
+    ${data.passed ? html`<section><h2>Passed on</h2>${passed(data.passed)}</section>` : nothing}
     <section><h2>Phases</h2>${phases(data.phases, row.ms)}</section>
     <section><h2>Content</h2>${content(data)}</section>
     <section><h2>Log</h2>${log(data)}</section>
@@ -135,6 +136,16 @@ function phases(list, ms) {
       <td class="wide"><svg viewBox="0 0 300 10" preserveAspectRatio="none" aria-hidden="true">
         <rect class=${`phase ${each.name}`} x=${(each.start_ms / end) * 300} width=${Math.max((each.ms / end) * 300, 1)} height="10"></rect>
       </svg></td></tr>`)}</tbody></table></div>`;
+}
+
+/** What a gateway changed on the path to its upstream. @param {any} data */
+function passed(data) {
+  return html`<p>To <a href=${`/upstreams/${encodeURIComponent(data.upstream)}`}>${data.upstream}</a>${data.was_sent ? nothing : ": nothing was sent, the answer is from the ledger or a refusal"}.
+      ${data.crosses ? "Client and upstream are of two eras: one has a handshake, the other has none." : nothing}</p>
+    <div class="sideways" tabindex="0" role="region" aria-label="What was translated"><table class="rows passed"><caption class="quiet">What was translated</caption>
+    <thead><tr><th scope="col">What</th><th scope="col">Client</th><th scope="col">Upstream</th><th scope="col">Changed</th></tr></thead>
+    <tbody>${data.lines.map((/** @type {any} */ each) => html`<tr><td>${each.what}</td><td class="name">${visible(each.client ?? "not known")}</td>
+      <td class="name">${visible(each.upstream ?? "not known")}</td><td>${each.is_changed ? "yes" : "no"}</td></tr>`)}</tbody></table></div>`;
 }
 
 /** @param {any} data */

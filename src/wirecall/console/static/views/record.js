@@ -136,7 +136,7 @@ export function open(route) {
         ${data.answer ? html`${payload(data.answer.text, data.answer.kind === "error" ? "Stored error" : "Stored result")}
           <p class="muted">${bytes(data.answer.bytes)} · digest <span class="name">${data.answer.digest}</span></p>` : html`<p class="muted">There is no stored answer.</p>`}
       </section>
-      <section><h2>Calls</h2>${calls(data.calls ?? [])}</section>
+      <section><h2>Calls</h2>${calls(data.calls ?? [])}${data.conflict ? conflict(data.conflict) : nothing}</section>
       <section><h2>Audit</h2>${lines(data.audit ?? [])}</section>
       ${isOpen.value ? dialog(data) : nothing}
     `;
@@ -230,6 +230,13 @@ function calls(rows) {
     <thead><tr><th scope="col">Time</th><th scope="col">Outcome</th><th scope="col">Call</th><th scope="col" class="right">Duration</th></tr></thead>
     <tbody>${rows.map((row) => html`<tr class=${row.gone ? "gone" : ""}><td>${time(row.at)}</td><td>${outcome(row)}</td>
       <td><a href=${`/calls/${encodeURIComponent(row.id)}`}>${row.id}</a></td><td class="right">${duration(row.ms)}</td></tr>`)}</tbody></table></div>`;
+}
+
+/** A call with the same key and other params. @param {any} data */
+function conflict(data) {
+  const link = html`<a href=${`/calls/${encodeURIComponent(data.call)}`}>${data.call}</a>`;
+  if (!data.differs.length) return html`<p>${link} has this key and other params. ${visible(data.why)}</p>`;
+  return html`<p>${link} has this key and other params. These members differ: <span class="name">${data.differs.map(visible).join(", ")}</span>.</p>`;
 }
 
 /** @param {any[]} found */
