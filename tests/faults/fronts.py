@@ -36,7 +36,7 @@ TRANSITIONS = {
     },
     "postgres": {
         "claim": b"wirecall.claim(",
-        "commit_point": b"SET committed = true",
+        "commit_point": b"wirecall.commit_points(",
         "complete": b"wirecall.complete(",
         "release": b"DELETE FROM wirecall.ledger",
         "abandon": b"SET state = 'unknown'",
@@ -46,9 +46,12 @@ TRANSITIONS = {
 }
 
 
-# How often the ledger sends it before it gives up: PostgreSQL's sends claims and completions a
-# second time.
-SENDINGS = {("postgres", "claim"): 2, ("postgres", "complete"): 2}
+# How often the ledger sends it before it gives up: PostgreSQL's sends what it groups a second time.
+SENDINGS = {
+    ("postgres", "claim"): 2,
+    ("postgres", "commit_point"): 2,
+    ("postgres", "complete"): 2,
+}
 
 
 class Pause:

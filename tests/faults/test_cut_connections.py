@@ -171,7 +171,8 @@ async def test_lost_take_over_does_not_remove_the_record_of_the_first_holder(
 async def test_lost_commit_point_stops_the_handler_before_its_effect(
     front: Front, two: Two, caller: Caller, effects: Effects, loss: Loss, method: str
 ) -> None:
-    fault = front.proxy.lose(loss, front.pattern("commit_point"))
+    times = front.sendings("commit_point")
+    fault = front.proxy.lose(loss, front.pattern("commit_point"), times=times)
     refused = await caller.call(two.cut, method, "key")
     assert refused.is_refused and fault.is_over
     assert effects.of("key") == []
