@@ -3,7 +3,7 @@
 import asyncio
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from tests.client.conftest import nothing_is_left as nothing_is_left
-from tests.client.peers import until
+from tests.client.peers import SlowProxy, until
 from tests.gateway.bench import Bench
 from tests.gateway.fronts import introduction, message_of
 from tests.ports import free_port
@@ -100,20 +100,30 @@ class Faulty:
 
 
 @asynccontextmanager
-async def faulty(folder: Path, **own: Any) -> AsyncIterator[tuple[Bench, Faulty, str]]:
-    """A gateway in front of it, and a session there."""
+async def faulty(
+    folder: Path, *, keepalive: float = 75.0, delay: float = 0.0, **own: Any
+) -> AsyncIterator[tuple[Bench, Faulty, str]]:
+    """A gateway in front of it, and a session there.
+
+    The server closes connections that are idle for `keepalive` seconds; bytes need `delay`.
+    """
     server = Faulty()
     app = web.Application()
     app.router.add_route("*", "/mcp", server.serve)
     app.router.add_route("*", "/{path:.+}", server.stray)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    runner = web.AppRunner(app, shutdown_timeout=0.1, keepalive_timeout=keepalive)
     await runner.setup()
     try:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}/mcp"
-        more = [UpstreamSettings("faulty", url=url, **own)]
-        async with Bench(folder, names=(), more=more).serving() as bench:
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with AsyncExitStack() as stack:
+            if delay:
+                proxy = SlowProxy(runner.addresses[0][1], delay)
+                url = (await stack.enter_async_context(proxy)).url
+            more = [UpstreamSettings("faulty", url=f"{url}/mcp", **own)]
+            bench = Bench(folder, names=(), more=more)
+            await stack.enter_async_context(bench.serving())
             _, session = await bench.post(
                 "/mcp/faulty", message_of("initialize", introduction(), 1)
             )
