@@ -16,6 +16,7 @@ import pytest
 from tests.client.conftest import nothing_is_left as nothing_is_left
 from tests.client.peers import kill_at_once, until
 from tests.gateway.bench import BOTH, Bench
+from tests.gateway.faulty import called, faulty
 from tests.gateway.fronts import (
     Client,
     Process,
@@ -382,8 +383,6 @@ async def test_idle_connection_is_not_used_for_a_call(
     """X18: the gateway closes it first, and the next command has another connection."""
     assert IDLE < 5.0, "many servers close a connection that is idle for five seconds"
     monkeypatch.setattr("wirecall.gateway.upstream.IDLE", 0.05)
-    from tests.gateway.test_failures import called, faulty
-
     async with faulty(tmp_path) as (bench, server, session):
         for count in (1, 2, 3):
             assert "result" in await called(bench, session, "look", "done")
@@ -400,8 +399,6 @@ async def test_calls_around_the_idle_end_of_a_server_are_never_unknown(
     in place of 5 s.
     """
     monkeypatch.setattr("wirecall.gateway.upstream.IDLE", 0.02)
-    from tests.gateway.test_failures import faulty
-
     keepalive = 0.2
     delay = 0.02
     lanes = 30
