@@ -163,6 +163,30 @@ def ok(id: Any, result: Any = "fine") -> dict[str, Any]:
     return {"jsonrpc": "2.0", "id": id, "result": result}
 
 
+class SlowProxy(Listening):
+    """Passes bytes both ways, and the end of a connection, each a little later."""
+
+    def __init__(self, port: int, delay: float) -> None:
+        super().__init__()
+        self._port = port
+        self._delay = delay
+
+    async def _serve(self, reader: Reader, writer: Writer) -> None:
+        upstream, out = await asyncio.open_connection("127.0.0.1", self._port)
+        try:
+            await asyncio.gather(self._pump(reader, out), self._pump(upstream, writer))
+        finally:
+            out.transport.abort()
+
+    async def _pump(self, reader: Reader, writer: Writer) -> None:
+        with suppress(OSError):
+            while data := await reader.read(1 << 16):
+                await asyncio.sleep(self._delay)
+                writer.write(data)
+        await asyncio.sleep(self._delay)
+        writer.close()
+
+
 class CuttingProxy(Listening):
     """Passes bytes both ways, and cuts each connection somewhere: after some bytes, of whichever
     direction.

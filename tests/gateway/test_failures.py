@@ -2,136 +2,18 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-from aiohttp import web
 
 from tests.client.conftest import nothing_is_left as nothing_is_left
 from tests.client.peers import until
 from tests.gateway.bench import Bench
+from tests.gateway.faulty import called, faulty
 from tests.gateway.fronts import introduction, message_of
 from tests.ports import free_port
 from wirecall.gateway import UpstreamSettings
 from wirecall.gateway.upstream import FAILURES
-
-TOOLS = [
-    {"name": "pay", "inputSchema": {"type": "object"}},
-    {"name": "look", "inputSchema": {"type": "object"}, "annotations": {"readOnlyHint": True}},
-]
-JSON = {"Content-Type": "application/json"}
-
-
-class Faulty:
-    """A server of 2025-11-25 over HTTP, whose calls end as their argument `then` says."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.end = asyncio.Event()
-        # The paths of requests to other addresses.
-        self.elsewhere: list[str] = []
-        # The connections on which calls have come.
-        self.connections: list[asyncio.BaseTransport] = []
-
-    @property
-    def has_none_open(self) -> bool:
-        """Whether all of them are closed."""
-        return all(each.is_closing() for each in self.connections)
-
-    async def stray(self, request: web.Request) -> web.Response:
-        self.elsewhere.append(request.path)
-        return web.Response(status=404)
-
-    async def serve(self, request: web.Request) -> web.StreamResponse:
-        if request.method != "POST":
-            return web.Response(status=405)
-        message = await request.json()
-        id = message.get("id")
-        method = message["method"]
-        if id is None:
-            return web.Response(status=202)
-        result: dict[str, Any] = {"content": [{"type": "text", "text": "done"}]}
-        if method == "initialize":
-            version = message["params"]["protocolVersion"]
-            info = {"name": "faulty", "version": "1"}
-            result = {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": info}
-        elif method == "server/discover":
-            return web.Response(status=400)
-        elif method == "tools/list":
-            result = {"tools": TOOLS}
-        elif method == "tools/call":
-            params = message["params"]
-            assert request.transport is not None
-            self.connections.append(request.transport)
-            self.calls.append(params["name"])
-            return await self._ended(request, id, params["arguments"]["then"], result)
-        return web.json_response({"jsonrpc": "2.0", "id": id, "result": result})
-
-    async def _ended(
-        self, request: web.Request, id: Any, then: str, result: dict[str, Any]
-    ) -> web.StreamResponse:
-        kind, _, what = then.partition(" ")
-        assert request.transport is not None
-        if kind == "status":
-            return web.Response(status=int(what), headers={"Location": "/elsewhere"})
-        if kind == "link":
-            link = {"type": "resource_link", "name": "x", "uri": str(request.url.with_path(what))}
-            result["content"] = [link]
-        if kind == "code":
-            error = {"code": int(what), "message": "theirs", "data": {"x": 0.5}}
-            return web.json_response({"jsonrpc": "2.0", "id": id, "error": error})
-        if kind == "reset":
-            request.transport.abort()
-        if kind == "text":
-            return web.Response(text=what, headers=JSON)
-        if kind == "half":
-            answer = web.StreamResponse(headers={**JSON, "Content-Length": "1000"})
-            await answer.prepare(request)
-            await answer.write(b'{"jsonrpc": "2.0", ')
-            request.transport.close()
-            return answer
-        if kind == "mute":
-            await self.end.wait()
-        result["isError"] = then == "is_error"
-        return web.json_response({"jsonrpc": "2.0", "id": id, "result": result})
-
-
-@asynccontextmanager
-async def faulty(folder: Path, **own: Any) -> AsyncIterator[tuple[Bench, Faulty, str]]:
-    """A gateway in front of it, and a session there."""
-    server = Faulty()
-    app = web.Application()
-    app.router.add_route("*", "/mcp", server.serve)
-    app.router.add_route("*", "/{path:.+}", server.stray)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}/mcp"
-        more = [UpstreamSettings("faulty", url=url, **own)]
-        async with Bench(folder, names=(), more=more).serving() as bench:
-            _, session = await bench.post(
-                "/mcp/faulty", message_of("initialize", introduction(), 1)
-            )
-            assert session is not None
-            await bench.post("/mcp/faulty", message_of("tools/list", None, 2), session)
-            yield bench, server, session
-    finally:
-        server.end.set()
-        await runner.cleanup()
-
-
-async def called(bench: Bench, session: str, tool: str, then: str, path: str = "faulty") -> Any:
-    """Call a tool with one key; return the answer."""
-    key = {"io.wirecall/idempotency-key": "k"}
-    params = {"name": tool, "arguments": {"then": then}, "_meta": key}
-    answer, _ = await bench.post(f"/mcp/{path}", message_of("tools/call", params, 3), session)
-    return answer
-
 
 REFUSED = ["status 301", "status 307", "status 400", "status 401", "status 403", "status 429"]
 ANSWERED_REFUSALS = [-32700, -32600, -32601, -32602, -32020, -32021, -32022]

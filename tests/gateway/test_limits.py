@@ -15,8 +15,8 @@ from msgspec import Raw
 from tests.client.conftest import nothing_is_left as nothing_is_left
 from tests.client.peers import served
 from tests.gateway.bench import BOTH, Bench
+from tests.gateway.faulty import called, faulty
 from tests.gateway.fronts import effects, introduction, message_of, wrapped
-from tests.gateway.test_failures import called, faulty
 from tests.ports import free_port
 from wirecall import App, Context
 from wirecall.gateway import UpstreamSettings, offers, plan

@@ -16,6 +16,7 @@ import pytest
 from tests.client.conftest import nothing_is_left as nothing_is_left
 from tests.client.peers import kill_at_once, until
 from tests.gateway.bench import BOTH, Bench
+from tests.gateway.faulty import called, faulty
 from tests.gateway.fronts import (
     Client,
     Process,
@@ -202,6 +203,30 @@ async def test_server_that_is_killed_between_calls_runs_each_of_them_once(
         assert paid == ["pay ann"]
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_server_that_is_killed_in_a_call_doubles_no_effect(file: Path, is_lost: bool) -> None:
+    """X10: by a signal, while the command runs. The next equal call is a new one once that was delivered."""
+    async with wrapped(file) as client:
+
+        async def killed(lose: bool) -> Any:
+            before = effects(file)
+            running = asyncio.create_task(client.pay(**WAIT, lose=lose))
+            await until(lambda: effects(file) > before)
+            child = client.front._relay.upstream.children[-1]
+            assert child.pid is not None
+            os.kill(child.pid, signal.SIGKILL)
+            return await running
+
+        first = await killed(is_lost)
+        if is_lost:
+            again = await client.pay(**WAIT)
+        else:
+            again = await killed(lose=False)
+        for answer in (first, again):
+            assert (answer["error"]["code"], answer["error"]["data"]["ran"]) == (50910, "unknown")
+        assert effects(file) == (1 if is_lost else 2)
+
+
 async def test_command_right_after_the_end_of_its_server_runs_once(file: Path) -> None:
     """X10: the gateway has not seen the end yet, and nothing was sent: nothing is unknown."""
     async with wrapped(file) as client:
@@ -358,10 +383,37 @@ async def test_idle_connection_is_not_used_for_a_call(
     """X18: the gateway closes it first, and the next command has another connection."""
     assert IDLE < 5.0, "many servers close a connection that is idle for five seconds"
     monkeypatch.setattr("wirecall.gateway.upstream.IDLE", 0.05)
-    from tests.gateway.test_failures import called, faulty
-
     async with faulty(tmp_path) as (bench, server, session):
         for count in (1, 2, 3):
             assert "result" in await called(bench, session, "look", "done")
             await until(lambda: server.has_none_open)
             assert len({*server.connections}) == count
+
+
+async def test_calls_around_the_idle_end_of_a_server_are_never_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """X18: 120 commands, sent while the server closes its connections or just before.
+
+    The news of an end arrives late, as over a network. The times are shorter than real ones: 0.2 s
+    in place of 5 s.
+    """
+    monkeypatch.setattr("wirecall.gateway.upstream.IDLE", 0.02)
+    keepalive = 0.2
+    delay = 0.02
+    lanes = 30
+    rounds = 4
+    async with faulty(tmp_path, keepalive=keepalive, delay=delay) as (bench, server, session):
+
+        async def lane(number: int) -> list[Any]:
+            answers = []
+            for turn in range(rounds):
+                arguments = {"then": f"done {number} {turn}"}
+                call = message_of("tools/call", {"name": "pay", "arguments": arguments}, number)
+                answers.append((await bench.post("/mcp/faulty", call, session))[0])
+                await asyncio.sleep(keepalive - 3 * delay * number / lanes)
+            return answers
+
+        told = [each for every in await asyncio.gather(*map(lane, range(lanes))) for each in every]
+        assert not [answer for answer in told if "error" in answer]
+        assert len(server.calls) == len(told) == lanes * rounds
