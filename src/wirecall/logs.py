@@ -182,6 +182,17 @@ def _note_reader(reader: object, readers: "weakref.WeakSet[object]") -> None:
     _notify_watchers()
 
 
+def read_ids(reader: object) -> None:
+    """Give the records of commands the ids of their call, for an object that reads them."""
+    _note_reader(reader, _formatters)
+
+
+def read_no_ids(reader: object) -> None:
+    """Forget an object of `read_ids`."""
+    _formatters.discard(reader)
+    _notify_watchers()
+
+
 def _notify_watchers() -> None:
     for watcher in list(_watchers):
         watcher.ids_asked(bool(_filters), bool(_formatters))

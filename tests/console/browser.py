@@ -156,11 +156,9 @@ class Looker:
         if self not in console.lookers:
             console.lookers.append(self)
         page = self.page(**options)
-        page.goto(console.link())
+        secret = console.link().partition("#")[2]
+        page.goto(f"{console.url}{path}#{secret}")
         page.wait_for_selector("header.top")
-        if path != "/":
-            page.goto(console.url + path)
-            page.wait_for_selector("header.top")
         return page
 
     def page(self, **options: Any) -> "Page":

@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from wirecall.logs import CURRENT, escaped
+from wirecall.logs import CURRENT, escaped, read_ids, read_no_ids
 from wirecall.logs import logger as own
 
 # Records that a process keeps, and the characters of each.
@@ -48,10 +48,12 @@ class LogLines(logging.Filter):
             self._before = logging.getLogRecordFactory()
             logging.setLogRecordFactory(self._make)
             own.addFilter(self)
+            read_ids(self)
 
     def close(self) -> None:
         """See no more records."""
         own.removeFilter(self)
+        read_no_ids(self)
         before = self._before
         self._before = None
         # Another library may have put its own factory in front of this one. It keeps calling it.

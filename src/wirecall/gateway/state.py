@@ -31,7 +31,8 @@ PROBE_TIME = 8.0
 
 def state_of(upstream: "Upstream", conversations: list["UpstreamSession"]) -> JsonObject:
     """Return the state of an upstream: facts in memory, without a question to anything."""
-    child = upstream.children[-1] if upstream.children else None
+    # One that has ended still has its last words.
+    child = upstream.children[-1] if upstream.children else upstream.starts.newest
     is_alive = child is not None and child.is_alive
     return {
         "up": upstream.is_up,

@@ -122,6 +122,8 @@ class Starts:
         self.at = 0.0
         # How it last ended.
         self.reason = ""
+        # The child that was started last.
+        self.newest: Child | None = None
 
     def pause(self) -> float:
         """Return the seconds until the next start may be made."""
@@ -180,6 +182,7 @@ class PacedChild:
     async def open(self, on_line: OnLine, on_end: OnEnd) -> None:
         await self._starts.turn()
         self._running.append(self.child)
+        self._starts.newest = self.child
 
         def ended(error: CallFailed) -> None:
             self._forget()
