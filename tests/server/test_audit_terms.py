@@ -11,7 +11,7 @@ import pytest
 
 from tests.calls import batch, call, error, make_app, read, result
 from tests.cli import invoke
-from wirecall import App, RpcError, UsageError, connect
+from wirecall import App, Retry, RpcError, UsageError, connect
 from wirecall.audit import Audit, AuditEntry, kept_files, verify
 
 
@@ -89,7 +89,7 @@ async def test_required_trail_refuses_entries_tools_and_transactions(
         codes = [each.get("error", {}).get("code", 0) for each in read(await app.handle(entries))]
         answer = read(await app.handle(call("bound", key="b")))
         codes.append(answer.get("error", {}).get("code", 0))
-        async with connect(app, protocol="mcp") as client:
+        async with connect(app, protocol="mcp", retry=Retry(attempts=1)) as client:
             try:
                 await client.call_tool("tool", {})
                 codes.append(0)

@@ -210,6 +210,7 @@ async def test_cancel_request_of_a_command_does_not_say_that_nothing_ran(unix: S
         client.send("$/cancelRequest", {"id": 7})
         answer = await client.receive()
         assert answer["error"]["data"] == {"type": "cancelled", "ran": "unknown"}
+        await client.call("let_go", id=8)
 
 
 @pytest.mark.parametrize("params", [None, {"id": 99}, {"id": None}, {}, [7], {"id": {"a": 1}}])
