@@ -365,7 +365,7 @@ def announce(line: str) -> None:
 class JsonFormatter(logging.Formatter):
     """Formats a record as one JSON object, with the ids of the call that made it.
 
-    Its arguments are those of `logging.Formatter`: `fmt`, `datefmt`, `style`, `validate` and
+    `args` and `options` are those of `logging.Formatter`: `fmt`, `datefmt`, `style`, `validate` and
     `defaults`. They do not change the lines.
 
     >>> handler.setFormatter(JsonFormatter())

@@ -74,7 +74,9 @@ MOST_WISHES = 1000
 class Gateway(App):
     """Other MCP servers as one: each command takes effect once, and each server may fail alone.
 
-    `settings` are its upstreams and its own settings; `clock` is for tests.
+    `settings` are its upstreams and its own settings; `clock` is for tests. `origins` says how each
+    upstream is reached, in place of the settings. With `has_one_client`, as on a pipe, every
+    conversation is the client's own.
 
     >>> notes = UpstreamSettings("notes", command=["notes-server"])
     >>> gateway = Gateway(GatewaySettings([notes], ledger="memory:"))
@@ -90,11 +92,6 @@ class Gateway(App):
         origins: Mapping[str, Origin] | None = None,
         has_one_client: bool = False,
     ) -> None:
-        """Make a gateway.
-
-        `origins` says how each upstream is reached, in place of the settings. With one client, as
-        on a pipe, every conversation is the client's own.
-        """
         super().__init__(
             "gateway",
             version=__version__,

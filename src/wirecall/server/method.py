@@ -122,7 +122,8 @@ class Done(Struct, frozen=True):
 class NotDone(Struct, frozen=True):
     """A reconcile function's answer: the command did not take effect and may run.
 
-    >>> asyncio.run(App("shop").resolve("charge", "order-7", NotDone()))
+    >>> why = "the bank has no such payment"
+    >>> asyncio.run(App("shop").resolve("charge", "order-7", NotDone(), reason=why))
     False
     """
 
