@@ -385,8 +385,8 @@ class RpcError(WirecallError):
     def with_members(self, **members: Any) -> "RpcError":
         """Return a copy whose data have these members too.
 
-        A copy, since the same object may be raised for other calls too. Data that are no object
-        become the member `data`.
+        A copy, since the same object may be raised for other calls too. Other data than an
+        object become the member `data`.
         """
         data: dict[str, Any] = {}
         if isinstance(self.data, dict):

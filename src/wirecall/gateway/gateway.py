@@ -511,7 +511,7 @@ class Gateway(App):
             announce(escaped(named_reason(upstream.name, error)))
 
     def _someone(self) -> Session:
-        """Return the client for whom upstreams are reached without a request."""
+        """Return the client whose upstreams are reached without a request."""
         return self.owner or Session(HANDSHAKE[-1])
 
     # --- serving ----------------------------------------------------------------------------------
