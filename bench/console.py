@@ -8,6 +8,7 @@ the calls of a full ring leave behind in an app with a tap, less what they leave
 """
 
 import asyncio
+import os
 import statistics
 import subprocess
 import sys
@@ -197,7 +198,7 @@ def watch(stack: ExitStack, pid: int) -> Event:
 
     def drain() -> None:
         assert watcher.stdout is not None
-        while watcher.stdout.read1(1 << 20):
+        while os.read(watcher.stdout.fileno(), 1 << 20):
             seen.set()
 
     Thread(target=drain, daemon=True).start()
