@@ -8,6 +8,7 @@ the calls of a full ring leave behind in an app with a tap, less what they leave
 """
 
 import asyncio
+import os
 import statistics
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from threading import Event, Thread
 
@@ -197,8 +198,9 @@ def watch(stack: ExitStack, pid: int) -> Event:
 
     def drain() -> None:
         assert watcher.stdout is not None
-        while watcher.stdout.read1(1 << 20):
-            seen.set()
+        with suppress(OSError, ValueError):  # it is closed at the end
+            while os.read(watcher.stdout.fileno(), 1 << 20):
+                seen.set()
 
     Thread(target=drain, daemon=True).start()
     return seen

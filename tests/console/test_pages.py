@@ -247,6 +247,7 @@ def test_page_batch_replay_is_hatched_and_leads_to_the_first_run(
     page.get_by_text("the answer is from the ledger").wait_for()
     page.get_by_role("link", name="a1b2c3-46").click()
     page.wait_for_url("**/calls/a1b2c3-46")
+    page.get_by_text("the answer is from the ledger").wait_for(state="detached")
     page.get_by_role("button", name="Next entry").wait_for()
     page.keyboard.press("]")
     page.wait_for_url("**/calls/a1b2c3-47")
