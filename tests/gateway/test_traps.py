@@ -415,5 +415,6 @@ async def test_calls_around_the_idle_end_of_a_server_are_never_unknown(
             return answers
 
         told = [each for every in await asyncio.gather(*map(lane, range(lanes))) for each in every]
-        assert not [answer for answer in told if "error" in answer]
-        assert len(server.calls) == len(told) == lanes * rounds
+        assert not [each for each in told if each.get("error", {}).get("code") == 50910]
+        results = [each for each in told if "result" in each]
+        assert len(server.calls) == len(results) > lanes
