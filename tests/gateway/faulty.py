@@ -36,6 +36,12 @@ class Faulty:
         """Whether all of them are closed."""
         return all(each.is_closing() for each in self.connections)
 
+    def close_idle(self) -> None:
+        """Close the connections on which calls have come and were answered."""
+        for each in self.connections:
+            each.close()
+        self.connections.clear()
+
     async def stray(self, request: web.Request) -> web.Response:
         self.elsewhere.append(request.path)
         return web.Response(status=404)
@@ -96,17 +102,14 @@ class Faulty:
 
 @asynccontextmanager
 async def faulty(
-    folder: Path, *, keepalive: float = 75.0, delay: float = 0.0, **own: Any
+    folder: Path, *, delay: float = 0.0, **own: Any
 ) -> AsyncIterator[tuple[Bench, Faulty, str]]:
-    """A gateway in front of it, and a session there.
-
-    The server closes connections that are idle for `keepalive` seconds; bytes need `delay`.
-    """
+    """A gateway in front of it, and a session there. Bytes need `delay` seconds."""
     server = Faulty()
     app = web.Application()
     app.router.add_route("*", "/mcp", server.serve)
     app.router.add_route("*", "/{path:.+}", server.stray)
-    runner = web.AppRunner(app, shutdown_timeout=0.1, keepalive_timeout=keepalive)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     try:
         site = web.TCPSite(runner, "127.0.0.1", 0)
