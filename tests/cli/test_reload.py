@@ -113,13 +113,15 @@ class Reloading:
             assert await self.process.wait() == 0
 
 
-def write_app(folder: Path, version: int) -> None:
-    (folder / "app.py").write_text(APP.replace("VERSION", str(version)))
+def write_app(folder: Path, version: int, app: str = APP) -> None:
+    (folder / "app.py").write_text(app.replace("VERSION", str(version)))
 
 
 @asynccontextmanager
-async def reloading(folder: Path, *words: str, config: str = CONFIG) -> AsyncIterator[Reloading]:
-    write_app(folder, 1)
+async def reloading(
+    folder: Path, *words: str, config: str = CONFIG, app: str = APP
+) -> AsyncIterator[Reloading]:
+    write_app(folder, 1, app)
     (folder / "wirecall.toml").write_text(config)
     port = free_port()
     command = ["-m", "wirecall", "serve", "--http", f"127.0.0.1:{port}", "--grace", "20s", *words]
@@ -274,6 +276,63 @@ async def test_sigterm_reaches_the_servers_of_a_reload(
             await server.end()
             with pytest.raises(ConnectionRefusedError):
                 await server.connect()
+
+
+# An app that sends SIGTERM to the process whose server was replaced.
+WHEN_CLOSING = """
+import signal
+from contextlib import asynccontextmanager
+
+@asynccontextmanager
+async def shop(app):
+    yield
+    os.kill(os.getpid(), signal.SIGTERM)
+
+app = App("shop", lifespan=shop)
+"""
+WHEN_SAID = """
+import signal
+
+class Signalling:
+    def __init__(self, file):
+        self.file = file
+
+    def write(self, text):
+        if "Reloaded" in text:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return self.file.write(text)
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+sys.stderr = Signalling(sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(("words", "more"), [((), WHEN_CLOSING), (("--workers", "2"), WHEN_SAID)])
+async def test_sigterm_is_passed_on_while_the_first_process_becomes_a_keeper(
+    words: tuple[str, ...], more: str, tmp_path: Path
+) -> None:
+    async with reloading(tmp_path, *words, app=APP + more) as server:
+        write_app(tmp_path, 2)
+        await server.reload()
+        async with asyncio.timeout(PATIENCE):
+            assert await server.process.wait() == 0
+        with pytest.raises(ConnectionRefusedError):
+            await server.connect()
+
+
+async def test_successor_serves_the_metrics_at_the_same_address(tmp_path: Path) -> None:
+    port = free_port()
+    async with reloading(tmp_path, "--metrics", f"127.0.0.1:{port}") as server:
+        await server.reload()
+        while len([line for line in server.said if "Metrics: " in line]) < 2:
+            await server.hears("Metrics: ")
+        metrics = Connection(*await asyncio.open_connection("127.0.0.1", port))
+        answer = await metrics.ask(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        metrics.close()
+        assert answer.status == 200
+        assert b"wirecall_" in answer.body
 
 
 # --- certificates ---------------------------------------------------------------------------------
