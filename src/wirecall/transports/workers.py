@@ -90,7 +90,7 @@ def log_unused(number: int) -> None:
     logger.warning("%s is ignored: SIGTERM stops the server", name)
 
 
-# Receives what to call once it serves, and a file that is readable when it must not drain any longer.
+# Receives what to call once it serves, and a file that is readable when it must drain no longer.
 Work = Callable[[Callable[[], None], int], None]
 
 
