@@ -310,7 +310,7 @@ class Succession:
         """Keep the signals that come until this process is a keeper; `release` its other handlers.
 
         They wait in the kernel, which keeps them over `exec`. Another thread of the app may take
-        one all the same: that one is noted.
+        one: that one is noted.
         """
         signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
         release()
