@@ -209,13 +209,15 @@ async def test_drain_of_workers_that_are_busy_ends_at_the_second_sigterm(tmp_pat
         assert len(workers) == 2
         for each in workers:
             each.suspend()
-        server.send(signal.SIGTERM)
-        for each in workers:
-            await signals_wait(each, are_there=True)
-        server.send(signal.SIGTERM)
-        await signals_wait(parent, are_there=False)
-        for each in workers:
-            each.resume()
+        try:
+            server.send(signal.SIGTERM)
+            for each in workers:
+                await signals_wait(each, are_there=True)
+            server.send(signal.SIGTERM)
+            await signals_wait(parent, are_there=False)
+        finally:
+            for each in workers:
+                each.resume()
         assert await server.ended() == 0
 
 
