@@ -385,7 +385,7 @@ class App(Declarations):
             self._tables = _tables(migrate)
         self._tables = tables or self._tables
         self._tap = tap or self._tap
-        self._succession = succession
+        self._succession = succession or self._succession
         if single_user is not None:
             self._single_user = single_user
         if auth is not None:

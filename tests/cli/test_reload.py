@@ -113,13 +113,15 @@ class Reloading:
             assert await self.process.wait() == 0
 
 
-def write_app(folder: Path, version: int) -> None:
-    (folder / "app.py").write_text(APP.replace("VERSION", str(version)))
+def write_app(folder: Path, version: int, app: str = APP) -> None:
+    (folder / "app.py").write_text(app.replace("VERSION", str(version)))
 
 
 @asynccontextmanager
-async def reloading(folder: Path, *words: str, config: str = CONFIG) -> AsyncIterator[Reloading]:
-    write_app(folder, 1)
+async def reloading(
+    folder: Path, *words: str, config: str = CONFIG, app: str = APP
+) -> AsyncIterator[Reloading]:
+    write_app(folder, 1, app)
     (folder / "wirecall.toml").write_text(config)
     port = free_port()
     command = ["-m", "wirecall", "serve", "--http", f"127.0.0.1:{port}", "--grace", "20s", *words]
@@ -211,6 +213,14 @@ async def test_bad_configuration_is_refused_with_its_line_and_the_server_continu
         assert "error" in read((await server.ask(pair)).body)
         await is_refused("batsh = 1", "wirecall.toml:8: there is no key limits.batsh")
         assert "error" in read((await server.ask(pair)).body)
+        # A reload keeps the ledger.
+        (tmp_path / "wirecall.toml").write_text(CONFIG.replace("ledger.db", "other.db"))
+        server.hang_up()
+        refused = await server.hears("✗")
+        assert "The ledger has changed" in refused and "other.db" in refused
+        await server.hears("the reload has failed")
+        assert await server.result("version") == 1
+        assert not (tmp_path / "other.db").exists()
 
 
 async def test_app_that_cannot_be_loaded_leaves_the_server_as_it_is(tmp_path: Path) -> None:
@@ -223,17 +233,6 @@ async def test_app_that_cannot_be_loaded_leaves_the_server_as_it_is(tmp_path: Pa
         write_app(tmp_path, 2)
         await server.reload()
         assert await server.result("version") == 2
-
-
-async def test_reload_keeps_the_address_and_the_ledger(tmp_path: Path) -> None:
-    async with reloading(tmp_path) as server:
-        (tmp_path / "wirecall.toml").write_text(CONFIG.replace("ledger.db", "other.db"))
-        server.hang_up()
-        refused = await server.hears("✗")
-        assert "The ledger has changed" in refused and "other.db" in refused
-        await server.hears("the reload has failed")
-        assert await server.result("version") == 1
-        assert not (tmp_path / "other.db").exists()
 
 
 async def test_ledger_in_memory_is_not_handed_over(tmp_path: Path) -> None:
@@ -265,8 +264,8 @@ async def test_session_continues_after_a_reload_without_a_secret(
 async def test_sigterm_reaches_the_servers_of_a_reload(
     words: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """While a successor starts, while the one before it leaves, and afterwards."""
-    for moment in ("starts", "Listening on", "Reloaded"):
+    """While a successor starts, and while the one before it leaves."""
+    for moment in ("starts", "Listening on"):
         async with reloading(tmp_path, *words) as server:
             server.hang_up()
             if moment != "starts":
@@ -274,6 +273,63 @@ async def test_sigterm_reaches_the_servers_of_a_reload(
             await server.end()
             with pytest.raises(ConnectionRefusedError):
                 await server.connect()
+
+
+# An app that sends SIGTERM to the process whose server was replaced.
+WHEN_CLOSING = """
+import signal
+from contextlib import asynccontextmanager
+
+@asynccontextmanager
+async def shop(app):
+    yield
+    os.kill(os.getpid(), signal.SIGTERM)
+
+app = App("shop", lifespan=shop)
+"""
+WHEN_SAID = """
+import signal
+
+class Signalling:
+    def __init__(self, file):
+        self.file = file
+
+    def write(self, text):
+        if "Reloaded" in text:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return self.file.write(text)
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+sys.stderr = Signalling(sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(("words", "more"), [((), WHEN_CLOSING), (("--workers", "2"), WHEN_SAID)])
+async def test_sigterm_is_passed_on_while_the_first_process_becomes_a_keeper(
+    words: tuple[str, ...], more: str, tmp_path: Path
+) -> None:
+    async with reloading(tmp_path, *words, app=APP + more) as server:
+        write_app(tmp_path, 2)
+        await server.reload()
+        async with asyncio.timeout(PATIENCE):
+            assert await server.process.wait() == 0
+        with pytest.raises(ConnectionRefusedError):
+            await server.connect()
+
+
+async def test_successor_serves_the_metrics_at_the_same_address(tmp_path: Path) -> None:
+    port = free_port()
+    async with reloading(tmp_path, "--metrics", f"127.0.0.1:{port}") as server:
+        await server.reload()
+        while len([line for line in server.said if "Metrics: " in line]) < 2:
+            await server.hears("Metrics: ")
+        metrics = Connection(*await asyncio.open_connection("127.0.0.1", port))
+        answer = await metrics.ask(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        metrics.close()
+        assert answer.status == 200
+        assert b"wirecall_" in answer.body
 
 
 # --- certificates ---------------------------------------------------------------------------------

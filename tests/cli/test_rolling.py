@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from tests.balancer import PATIENCE, Balancer, Connection, connect
@@ -61,6 +62,11 @@ class Server:
     def send(self, number: int) -> None:
         assert self._process is not None
         self._process.send_signal(number)
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
 
     async def ended(self) -> int:
         assert self._process is not None
@@ -175,16 +181,43 @@ async def test_drain_keeps_serving_but_is_not_ready_and_closes_connections(
         assert await server.ended() == 0
 
 
-@pytest.mark.parametrize("words", [("--drain", "0"), ("--drain", "1h", "--workers", "2")])
-async def test_drain_does_not_delay_the_end_of_a_server_that_must_not_wait(
-    words: tuple[str, ...], tmp_path: Path
-) -> None:
-    """`--drain 0`, or Ctrl-C, which a terminal sends to the whole group."""
-    async with servers(tmp_path, 1, *words) as (server,):
+async def test_drain_of_0_does_not_delay_the_end(tmp_path: Path) -> None:
+    async with servers(tmp_path, 1, "--drain", "0") as (server,):
         (await until_ready(server)).close()
         server.send(signal.SIGTERM)
-        if "1h" in words:
+        assert await server.ended() == 0
+
+
+async def signals_wait(process: psutil.Process, *, are_there: bool) -> None:
+    """Wait until SIGTERM waits in the kernel for a process, or does not."""
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            waiting = int(status.partition("ShdPnd:")[2].split()[0], 16)
+            if bool(waiting & 1 << (signal.SIGTERM - 1)) is are_there:
+                return
+            await asyncio.sleep(0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it reads which signals wait in /proc")
+async def test_drain_of_workers_that_are_busy_ends_at_the_second_sigterm(tmp_path: Path) -> None:
+    """Two signals of the same number that wait for a process are one."""
+    async with servers(tmp_path, 1, "--drain", "1h", "--workers", "2") as (server,):
+        (await until_ready(server)).close()
+        parent = psutil.Process(server.pid)
+        workers = parent.children()
+        assert len(workers) == 2
+        for each in workers:
+            each.suspend()
+        try:
             server.send(signal.SIGTERM)
+            for each in workers:
+                await signals_wait(each, are_there=True)
+            server.send(signal.SIGTERM)
+            await signals_wait(parent, are_there=False)
+        finally:
+            for each in workers:
+                each.resume()
         assert await server.ended() == 0
 
 

@@ -39,6 +39,7 @@ async def take(order: str) -> dict:
 def port(tmp_path: Path, postgres_server: Postgres) -> Iterator[int]:
     (tmp_path / "effects.py").write_text(APP)
     options = ["--http", "127.0.0.1:0", "--workers", str(WORKERS), "--ledger", postgres_server.url]
+    options += ["--drain", "0"]
     command = [sys.executable, "-m", "wirecall", "serve", "effects.py", *options]
     with subprocess.Popen(
         command, cwd=tmp_path, stderr=subprocess.PIPE, env={**os.environ, "TMPDIR": str(tmp_path)}

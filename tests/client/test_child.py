@@ -381,3 +381,23 @@ async def test_child_does_not_receive_the_interrupt_of_the_terminal() -> None:
         assert signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
     finally:
         await asyncio.wait_for(child.aclose(), PATIENCE)
+
+
+async def test_child_that_has_ended_before_it_is_watched_says_how(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = asyncio.create_subprocess_exec
+
+    async def start_late(*words: Any, **options: Any) -> asyncio.subprocess.Process:
+        process = await start(*words, **options)
+        assert process.stdin is not None
+        await process.wait()
+        await process.stdin.wait_closed()
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_late)
+    child = Child([sys.executable, "-c", "raise SystemExit(3)"])
+    await child.open(lambda line: None, lambda error: None)
+    with pytest.raises(NotSent, match="ended with 3"):
+        await child.write(b"{}")
+    await child.aclose()

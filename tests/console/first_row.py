@@ -53,7 +53,7 @@ def measure(count: int = CALLS) -> list[float]:
     """Return the milliseconds of some calls, sorted."""
     with tempfile.TemporaryDirectory() as folder, chromium() as browser:
         Path(folder, "app.py").write_text(APP)
-        words = ["serve", "app.py", "--http", f"127.0.0.1:{free_port()}"]
+        words = ["serve", "app.py", "--http", f"127.0.0.1:{free_port()}", "--drain", "0"]
         with Running(Path(folder), *words, "--console", "--console-port", "0") as running:
             looker = Looker(browser)
             page = looker.page()

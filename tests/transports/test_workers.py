@@ -17,14 +17,14 @@ from wirecall.transports import workers
 
 workers.SHORTEST, workers.LONGEST, workers.QUIET = 0.001, 0.006, float(sys.argv[2])
 
-def crash(serving):
+def crash(serving, hurry):
     serving()
     os.abort()
 
-def fail(serving):
+def fail(serving, hurry):
     os._exit(3)
 
-def fail_later(serving):
+def fail_later(serving, hurry):
     try:
         os.mkdir(sys.argv[3])
     except FileExistsError:

@@ -370,7 +370,7 @@ def _watched(stdin: asyncio.StreamWriter | None) -> "select.poll | None":
         return None
     # asyncio has the one, uvloop the other.
     pipe = stdin.get_extra_info("pipe") or stdin.get_extra_info("socket")
-    if pipe is None:
+    if pipe is None or stdin.is_closing():  # it may have ended already
         return None
     found = select.poll()
     found.register(pipe.fileno(), 0)  # errors are reported in any case

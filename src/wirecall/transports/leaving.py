@@ -38,10 +38,10 @@ class Signals:
     """The signals that a server catches in the running loop.
 
     `reload` is called for SIGHUP; without it, SIGHUP stops the server. A worker gets SIGHUP when it
-    was replaced (`is_worker`).
+    was replaced, and must not drain any longer when its file `hurry` is readable.
     """
 
-    def __init__(self, stop: asyncio.Event, *, is_worker: bool = False) -> None:
+    def __init__(self, stop: asyncio.Event, hurry: int | None = None) -> None:
         self.leave = Leave.STOP
         self.reload: Callable[[], None] | None = None
         # Signals that came after the server was replaced: they are meant for its successor.
@@ -49,13 +49,15 @@ class Signals:
         # Set when the server must not drain any longer.
         self.hurried = asyncio.Event()
         self._stop = stop
-        self._is_worker = is_worker
+        self._hurry = hurry
         self._had_terminal = has_terminal()
         self._loop = asyncio.get_running_loop()
         self._caught: list[signal.Signals] = []
 
     def catch(self) -> None:
         """Let signals stop or reload the server, and log those that have no use."""
+        if self._hurry is not None:
+            self._loop.add_reader(self._hurry, self._hurry_up, self._hurry)
         # Fails in a thread and on Windows, where Ctrl+C ends asyncio.run with an exception.
         with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):
             for number in stopping_signals():
@@ -80,6 +82,11 @@ class Signals:
         self._stop.set()
         return True
 
+    def _hurry_up(self, file: int) -> None:
+        # Nothing is read: it stays readable for the other workers.
+        self._loop.remove_reader(file)
+        self.hurried.set()
+
     def _ask(self, number: signal.Signals) -> None:
         if self.leave is Leave.REPLACED:
             self.late.append(number)
@@ -97,7 +104,7 @@ class Signals:
             signal.raise_signal(number)
 
     def _hang_up(self) -> None:
-        if self._is_worker:
+        if self._hurry is not None:
             self.leave_for(Leave.REPLACED)
         elif self.reload is None or (self._had_terminal and not has_terminal()):
             self._stop.set()

@@ -129,14 +129,14 @@ def serve(
             work_here(kept, serving=are_serving, succession=succession)
             return
 
-        def work(serving: Serving) -> None:
+        def work(serving: Serving, hurry: int) -> None:
             from multiprocessing import parent_process
 
             # Each worker has its own socket, and the kernel distributes connections evenly. On one
             # socket that all workers share, the worker that wakes first accepts every pending
             # connection: 64 at once went to one of four.
             with bind(address, number, again=True) as own:
-                work_here(own, serving=serving, parent=parent_process())
+                work_here(own, serving=serving, parent=parent_process(), hurry=hurry)
 
         Workers(work, workers, drain + grace, are_serving, succession).run()
 
@@ -212,18 +212,18 @@ async def serve_until(
     stop: asyncio.Event | None = None,
     serving: Serving = lambda: None,
     signals: bool = True,
-    is_worker: bool = False,
+    hurry: int | None = None,
     succession: "Succession | None" = None,
 ) -> None:
     """Serve inside a running event loop until a signal, or until `stop` is set.
 
-    `bound` comes from `bind`.
+    `bound` comes from `bind`. A worker must not drain any longer when its file `hurry` is readable.
     """
     stop = stop or asyncio.Event()
     app.is_loopback = is_loopback(bound.getsockname()[0])
     front = FRONTS[server](app, bound, certificate)
     await app.open()
-    caught = Signals(stop, is_worker=is_worker)
+    caught = Signals(stop, hurry)
     running = asyncio.create_task(front.serve(serving))
     try:
         if signals:
@@ -246,13 +246,16 @@ async def serve_until(
             await asyncio.wait({running}, timeout=LAST / 2)
         raise
     finally:
-        caught.release(STOPPING)
+        is_replaced = succession is not None and succession.is_replaced
+        if not is_replaced:  # else these signals are meant for the successor
+            caught.release(STOPPING)
         running.cancel()
         await app.aclose()
         # A closed terminal sends SIGHUP repeatedly, even while the application closes.
-        caught.release()
-        if succession is not None:
-            succession.hold()
+        if succession is not None and is_replaced:
+            succession.hold(caught.release)
+        else:
+            caught.release()
 
 
 async def _stop_in_time(
@@ -309,6 +312,7 @@ def _work(
     certificate: Certificate | None,
     serving: Serving,
     parent: "BaseProcess | None" = None,
+    hurry: int | None = None,
     succession: "Succession | None" = None,
 ) -> None:
     """Serve in this process."""
@@ -353,7 +357,7 @@ def _work(
                 certificate=certificate,
                 stop=stop,
                 serving=serving,
-                is_worker=parent is not None,
+                hurry=hurry,
                 succession=succession,
             )
         except Exception as failure:

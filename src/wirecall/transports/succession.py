@@ -26,7 +26,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import NoReturn
 
@@ -306,20 +306,27 @@ class Succession:
         if self.is_replaced and self._successor is not None:
             self._become_keeper(self._successor)
 
-    def hold(self) -> None:
-        """Keep the signals that come until this process is a keeper."""
-        if self.is_replaced and HANG_UP is not None:
-            for number in (*STOPPING, HANG_UP):
-                signal.signal(number, lambda number, _frame: self.late.append(number))
+    def hold(self, release: Callable[[], None] = lambda: None) -> None:
+        """Keep the signals that come until this process is a keeper; `release` its other handlers.
+
+        They wait in the kernel, which keeps them over `exec`. Another thread of the app may take
+        one: that one is noted.
+        """
+        signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
+        release()
+        for number in HELD:
+            signal.signal(number, lambda number, _frame: self.late.append(number))
 
     def _become_keeper(self, successor: Successor) -> NoReturn:
+        # Before the message: its reader may send a signal at once.
+        signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
         note_success(successor.process.pid)
         self.plan.process = successor.process.pid
         self.plan.file = successor.word.fileno()
         self.plan.is_json = is_json()
         os.set_inheritable(self.plan.file, True)
-        # The keeper takes them when it is ready.
-        signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
+        sys.stderr.flush()
+        sys.stdout.flush()
         self.plan.late = self.late
         if self._is_asked_again and HANG_UP is not None:
             self.plan.late.append(HANG_UP)
@@ -327,8 +334,6 @@ class Succession:
             **self.plan.environment,
             KEEPER_VARIABLE: msgspec.json.encode(self.plan).decode(),
         }
-        sys.stderr.flush()
-        sys.stdout.flush()
         # A fresh process image: it has nothing of the old app, whatever its threads do.
         os.execve(sys.executable, [sys.executable, "-m", KEEPER], variables)
 

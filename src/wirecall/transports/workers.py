@@ -6,7 +6,8 @@
    seconds without a crash it is `SHORTEST` again.
 3. If the first workers end before they serve, the app cannot start: the parent gives up.
 4. The workers use the time to stop themselves. The parent kills the remaining ones a second later.
-   It passes on a second signal: then they drain no longer (`leaving`).
+   After a second signal they drain no longer (`leaving`). A pipe says so: two signals of the same
+   number may reach a busy worker as one.
 """
 
 import contextlib
@@ -89,7 +90,8 @@ def log_unused(number: int) -> None:
     logger.warning("%s is ignored: SIGTERM stops the server", name)
 
 
-Work = Callable[[Callable[[], None]], None]
+# Receives what to call once it serves, and a file that is readable when it must drain no longer.
+Work = Callable[[Callable[[], None], int], None]
 
 
 class Worker:
@@ -110,7 +112,7 @@ class Worker:
 class Workers:
     """Runs `work` in `count` processes until a signal; then they have `patience` seconds to stop.
 
-    `work` receives a function to call once it serves.
+    See `Work`.
     """
 
     def __init__(
@@ -146,6 +148,8 @@ class Workers:
         self._workers = [Worker() for _ in range(count)]
         # The workers that have not served yet.
         self._starting = set(self._workers)
+        # Readable for all workers when they must not drain any longer.
+        self._hurried, self._hurry = os.pipe()
 
     def run(self) -> None:
         """Serve until a signal; StartFailed if the app cannot start."""
@@ -160,22 +164,26 @@ class Workers:
             failed = self._watch()
         finally:
             self._end()
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            if self._succession is not None and self._succession.is_replaced:
+                self._succession.hold()
+            else:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+            os.close(self._hurried)
+            os.close(self._hurry)
         if failed:
             raise StartFailed("a worker ended before it could serve; its own message is above")
 
     def _ask(self, number: int, _frame: FrameType | None) -> None:
+        is_replaced = self._succession is not None and self._succession.is_replaced
+        if self._succession is not None and is_replaced:
+            self._succession.late.append(number)
         is_reload = number == HANG_UP and self._succession is not None
         if is_reload and not (self._had_terminal and not has_terminal()):
-            self._is_reload_asked = True
+            self._is_reload_asked = not is_replaced
             return
-        if self._succession is not None and self._succession.is_replaced:
-            self._succession.late.append(number)
         if self._stopping:
-            for worker in self._workers:
-                if worker.process is not None:
-                    worker.process.terminate()
+            os.write(self._hurry, b"!")
         self._stopping = True
 
     def _reload(self) -> None:
@@ -187,10 +195,17 @@ class Workers:
             self._is_reload_asked = False
             succession.begin()
         why = succession.leave()
-        if why is None or self._stopping:
+        if why is None:
             return
         if why is Leave.REPLACED:
+            # From here on, signals are meant for the successor.
             succession.is_replaced = succession.predecessor is None
+        if self._stopping:
+            succession.is_replaced = False
+            return
+        if succession.is_replaced and self._is_reload_asked and HANG_UP is not None:
+            succession.late.append(HANG_UP)
+        if why is Leave.REPLACED:
             # The address is served: they stay ready until their connections are closed.
             self._last_signal = HANG_UP or signal.SIGTERM
         self._stopping = True
@@ -264,7 +279,7 @@ class Workers:
             for each in self._caught:
                 signal.signal(each, signal.SIG_DFL)
             try:
-                self._work(lambda: word.send_bytes(b"serving"))
+                self._work(lambda: word.send_bytes(b"serving"), self._hurried)
             except StartFailed as error:
                 logger.error("%s", error)
                 raise SystemExit(1) from error
