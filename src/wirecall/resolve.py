@@ -201,14 +201,34 @@ def _line(
     }
     if outcome is not None:
         action["result_digest"] = outcome.digest[:DIGEST].hex()
+    return action_entry(
+        actor,
+        record.id.method,
+        "resolved",
+        action,
+        key=record.id.key,
+        digest=record.fingerprint.hex(),
+    )
+
+
+def action_entry(
+    actor: str,
+    method: str,
+    outcome: str,
+    action: JsonObject,
+    *,
+    key: str | None = None,
+    digest: str = "",
+) -> AuditEntry:
+    """Return the line of the audit trail about what a person has done."""
     return AuditEntry(
         time=time.time(),
         caller=actor,
-        method=record.id.method,
-        key=record.id.key,
-        digest=record.fingerprint.hex(),
+        method=method,
+        key=key,
+        digest=digest,
         id=None,
-        outcome="resolved",
+        outcome=outcome,
         code=None,
         replayed=False,
         duration_ms=0.0,

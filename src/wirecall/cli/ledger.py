@@ -9,9 +9,7 @@ the tables up to date. The others only read, so they work on a replica.
 import base64
 import binascii
 import math
-import os
 import shlex
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -64,7 +62,7 @@ from wirecall.ledger.base import (
     schema_of,
 )
 from wirecall.ledger.identity import Doubt, Identity, Lost, accept, all_lost, doubts, identity_of
-from wirecall.logs import escaped, host
+from wirecall.logs import escaped
 from wirecall.protocol.messages import JsonObject
 from wirecall.resolve import (
     LONGEST_REASON,
@@ -72,6 +70,7 @@ from wirecall.resolve import (
     TAIL,
     NotSettled,
     Resolution,
+    action_entry,
     check_reason,
     operator,
     settle,
@@ -693,21 +692,7 @@ def _line_of(accepted: Identity, opened: Sequence[Doubt]) -> AuditEntry:
         "doubts": [f"{each.process}: {each.kind}" for each in opened],
         "unknown": [str(each.id) for each in all_lost(opened)],
     }
-    return AuditEntry(
-        time=time.time(),
-        caller=accepted.accepted_by,
-        method="wirecall.ledger.accept",
-        key=None,
-        digest="",
-        id=None,
-        outcome="accepted",
-        code=None,
-        replayed=False,
-        duration_ms=0.0,
-        host=host(),
-        pid=os.getpid(),
-        action=action,
-    )
+    return action_entry(accepted.accepted_by, "wirecall.ledger.accept", "accepted", action)
 
 
 def _settle(where: Found, id: RecordId, resolution: Resolution) -> str:
