@@ -79,7 +79,10 @@ def unquoted(annotation: str) -> str:
 def fields(cls: type) -> list[Field]:
     """Return the fields of a class with the comments above them, those of its bases first."""
     found: dict[str, Field] = {}
-    for each in reversed([*getattr(cls, "__mro__", [cls]), *getattr(cls, "__orig_bases__", [])]):
+    classes: list[Any] = [*getattr(cls, "__mro__", [cls]), *getattr(cls, "__orig_bases__", [])]
+    if hasattr(cls, "__total__"):  # `own_fields` finds the bases of a TypedDict in the source
+        classes = [cls]
+    for each in reversed(classes):
         if not str(getattr(each, "__module__", "")).startswith("wirecall"):
             continue
         if each is not cls and not is_data(each):
