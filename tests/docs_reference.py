@@ -229,6 +229,8 @@ def documented(cls: type, member: str) -> Any:
     """Return a member of a class, or of the base whose docstring it inherits."""
     for each in cls.__mro__:
         found = vars(each).get(member)
+        if found is None:  # from 3.13 on, None has a docstring too
+            continue
         inner = getattr(found, "__func__", found)
         if isinstance(inner, property):
             inner = inner.fget
