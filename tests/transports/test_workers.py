@@ -11,7 +11,7 @@ from pathlib import Path
 PATIENCE = 60.0
 
 SCRIPT = """
-import os, sys
+import os, signal, sys
 from pathlib import Path
 from wirecall.transports import workers
 
@@ -31,6 +31,12 @@ def fail_later(serving, hurry):
         os._exit(3)
     serving()
     os.abort()
+
+def stop(serving, hurry):
+    raise AssertionError("the signal was lost")
+
+if sys.argv[1] == "stop":
+    os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
 
 workers.Workers(globals()[sys.argv[1]], 1, 1.0, lambda: print("serving", flush=True)).run()
 """
@@ -81,3 +87,10 @@ def test_worker_that_cannot_restart_is_retried(tmp_path: Path) -> None:
     """Perhaps its ledger is away for a moment."""
     with supervised("fail_later", 1000.0, f"{tmp_path}/once") as process:
         assert delays(process, 4) == [0.001, 0.002, 0.004, 0.006]
+
+
+def test_worker_ends_at_a_signal_that_comes_before_its_first_line() -> None:
+    with supervised("stop", 1000.0) as process:
+        _, logged = process.communicate(timeout=PATIENCE)
+        assert "the signal was lost" not in logged
+        assert "a worker ended before it could serve" in logged

@@ -278,6 +278,7 @@ class Workers:
         def begin() -> None:
             for each in self._caught:
                 signal.signal(each, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, self._caught)
             try:
                 self._work(lambda: word.send_bytes(b"serving"), self._hurried)
             except StartFailed as error:
@@ -287,7 +288,12 @@ class Workers:
         with word:
             worker.process = process = self._context.Process(target=begin)
             worker.since = time.monotonic()
-            process.start()
+            # The copies of this process's handlers would swallow a signal in the worker.
+            signal.pthread_sigmask(signal.SIG_BLOCK, self._caught)
+            try:
+                process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, self._caught)
 
     def _end(self) -> None:
         processes = [worker.process for worker in self._workers if worker.process is not None]
