@@ -540,9 +540,9 @@ def test_report_is_for_people_without_json(shop: str) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_bench_ends_its_servers(number: signal.Signals) -> None:
-    words = ("--duration", "60s", "--warmup", "100ms", "--connections", "2")
+    words = ("--duration", "60s", "--warmup", "60s", "--connections", "2")
     with running("bench", SHOP, "price", "sku=tea", *words) as run:
-        run.wait_for("half of it is the rate")
+        run.wait_for("Finding a rate")
         children = psutil.Process(run.process.pid).children(recursive=True)
         assert len(children) >= 2
         code, _, said = run.end(number)
@@ -553,9 +553,9 @@ def test_interrupted_bench_ends_its_servers(number: signal.Signals) -> None:
 
 
 def test_killed_bench_ends_its_servers() -> None:
-    words = ("--duration", "60s", "--warmup", "100ms", "--connections", "2")
+    words = ("--duration", "60s", "--warmup", "60s", "--connections", "2")
     with running("bench", SHOP, "price", "sku=tea", *words) as run:
-        run.wait_for("half of it is the rate")
+        run.wait_for("Finding a rate")
         children = psutil.Process(run.process.pid).children(recursive=True)
         run.process.kill()
         _, alive = psutil.wait_procs(children, timeout=30)

@@ -199,6 +199,16 @@ async def signals_wait(process: psutil.Process, *, are_there: bool) -> None:
             await asyncio.sleep(0)
 
 
+async def suspend(process: psutil.Process) -> None:
+    """Stop a process: from here on, every signal waits."""
+    process.suspend()
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            if process.status() == psutil.STATUS_STOPPED:
+                return
+            await asyncio.sleep(0)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads which signals wait in /proc")
 async def test_drain_of_workers_that_are_busy_ends_at_the_second_sigterm(tmp_path: Path) -> None:
     """Two signals of the same number that wait for a process are one."""
@@ -207,9 +217,9 @@ async def test_drain_of_workers_that_are_busy_ends_at_the_second_sigterm(tmp_pat
         parent = psutil.Process(server.pid)
         workers = parent.children()
         assert len(workers) == 2
-        for each in workers:
-            each.suspend()
         try:
+            for each in workers:
+                await suspend(each)
             server.send(signal.SIGTERM)
             for each in workers:
                 await signals_wait(each, are_there=True)
