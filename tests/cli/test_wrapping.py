@@ -541,6 +541,7 @@ async def test_wrapped_address_gets_its_headers_and_its_key() -> None:
         (("--header", "A=b", "--", "server"), "--header is for a URL."),
         (("env:GONE",), "env:GONE has no value."),
         (("env:HOME",), "env:HOME is not an address."),
+        (("--nmae=notes", "--", "server"), "There is no option '--nmae'."),
     ],
 )
 def test_wrap_refuses_headers_and_addresses_that_have_no_value(
