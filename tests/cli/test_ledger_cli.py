@@ -183,6 +183,14 @@ def test_ledger_may_be_named_by_url_by_file_and_by_wirecall_toml(
     )
 
 
+def test_ledger_of_the_gateway_in_wirecall_toml_needs_no_name() -> None:
+    call("put", 1, "a")
+    by_name = told("ledger", "list", URL)
+    settings = '[gateway]\nledger = "sqlite:ledger.db"\n[upstream.bank]\ncommand = ["bank"]\n'
+    Path("wirecall.toml").write_text(settings)
+    assert told("ledger", "list") == by_name
+
+
 def test_app_that_cannot_be_loaded_does_not_hide_the_ledger() -> None:
     call("put", 1, "a")
     Path("wirecall.toml").write_text(

@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 
 from tests.cli import invoke, wirecall
+from wirecall import connect
 from wirecall.cli.failures import Exit
+from wirecall.cli.targets import Target, Way
+from wirecall.mcp.client.client import McpClient
 
 APP = "from wirecall import App\napp = App('a')\n@app.query\ndef one() -> int:\n    return 1\n"
 
@@ -49,6 +52,17 @@ def test_nearest_file_is_named(tmp_path: Path) -> None:
     assert run.returncode == Exit.USAGE
     assert b"There is no file shp.py." in run.stderr
     assert b"the nearest is shop.py" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("path", "protocol"),
+    [("/mcp", "mcp"), ("/mcp/", "mcp"), ("/a/mcp/bank", "mcp"), ("/rpc", "rpc"), ("/mcps", "rpc")],
+)
+def test_path_of_an_address_decides_about_its_protocol(path: str, protocol: str) -> None:
+    """One server of a gateway is at /mcp/NAME."""
+    url = f"http://127.0.0.1:8430{path}"
+    assert Way(None).protocol_to(Target("url", url)) == protocol
+    assert isinstance(connect(url), McpClient) is (protocol == "mcp")
 
 
 def test_app_by_name(tmp_path: Path) -> None:

@@ -150,10 +150,13 @@ def test_wrap_keeps_headers_of_an_address_as_variables_of_the_file() -> None:
     assert found["github"]["env"] == {"TOKEN": CANARY, "n": 100.0}
 
 
-def test_diff_does_not_show_secrets() -> None:
-    cursor(CURSOR.replace('"lines",', '"--token", "canary-4711",'))
-    for words in (("--dry-run",), (), ("--undo",)):
-        result = install("--wrap-all", *words)
+@pytest.mark.parametrize(
+    "words", ['"--token", "canary-4711",', '"--header", "Authorization: Bearer canary-4711",']
+)
+def test_diff_does_not_show_secrets(words: str) -> None:
+    cursor(CURSOR.replace('"lines",', words))
+    for options in (("--dry-run",), (), ("--undo",)):
+        result = install("--wrap-all", *options)
         assert "***" in result["diff"]
         assert CANARY not in json.dumps(result)
 
@@ -538,6 +541,7 @@ async def test_wrapped_address_gets_its_headers_and_its_key() -> None:
         (("--header", "A=b", "--", "server"), "--header is for a URL."),
         (("env:GONE",), "env:GONE has no value."),
         (("env:HOME",), "env:HOME is not an address."),
+        (("--nmae=notes", "--", "server"), "There is no option '--nmae'."),
     ],
 )
 def test_wrap_refuses_headers_and_addresses_that_have_no_value(

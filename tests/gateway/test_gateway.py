@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -510,9 +511,25 @@ def test_gateway_check_prints_the_plan(tmp_path: Path) -> None:
     assert done.returncode == 9 and "down: /no/such/program cannot be started" in done.stderr
 
 
-def test_gateway_status_without_a_gateway_says_so(tmp_path: Path) -> None:
-    done = run(configured(tmp_path), "status", "--http", "127.0.0.1:9")
+@pytest.mark.parametrize("has_file", [True, False])
+def test_gateway_status_without_a_gateway_says_so(tmp_path: Path, has_file: bool) -> None:
+    folder = configured(tmp_path) if has_file else tmp_path
+    done = run(folder, "status", "--http", "127.0.0.1:9")
     assert done.returncode == 4 and "No gateway answers" in done.stderr
+    assert "why: the server cannot be reached: 127.0.0.1:9: Connection refused" in done.stderr
+
+
+@pytest.mark.parametrize("verb", ["run", "check"])
+def test_gateway_in_a_folder_without_settings_says_so(tmp_path: Path, verb: str) -> None:
+    done = run(tmp_path, verb)
+    assert done.returncode == 2 and "There is no wirecall.toml in this folder." in done.stderr
+
+
+def test_gateway_at_an_address_that_is_taken_names_the_option(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = run(configured(tmp_path), "run", "--http", address)
+    assert done.returncode == 2 and "use another port: --http HOST:PORT" in done.stderr
 
 
 async def test_gateway_run_serves_one_client_on_stdio(tmp_path: Path) -> None:
@@ -556,6 +573,21 @@ async def test_gateway_status_over_http_has_every_upstream(bench: Bench) -> None
     async with aiohttp.ClientSession() as http, http.get(f"{bench.url}/status") as answer:
         found = (await answer.json())["upstreams"]["bank"]
     assert found["unknown"] == 1 and found["breaker"] == "closed" and found["up"] is True
+
+
+async def test_gateway_status_says_why_a_server_is_down(tmp_path: Path) -> None:
+    """G11: in the table for people, with what is unknown."""
+    more = [UpstreamSettings("down", command=["/no/such/program"])]
+    async with Bench(tmp_path, names=("bank",), more=more).serving() as bench:
+        await bench.gateway.reach_all()
+        async with bench.client("/mcp/bank") as client:
+            with pytest.raises(Exception, match="unknown"):
+                await client.call_tool("pay", {"then": "die"})
+        address = bench.url.removeprefix("http://")
+        shown = await asyncio.to_thread(run, tmp_path, "status", "--http", address)
+    assert "! down: /no/such/program cannot be started" in shown.stderr
+    assert "! bank: 1 command with an unknown outcome: wirecall ledger list" in shown.stderr
+    await asyncio.get_running_loop().shutdown_default_executor()
 
 
 async def test_gateway_ends_its_children(tmp_path: Path) -> None:

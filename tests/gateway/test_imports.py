@@ -261,6 +261,16 @@ def test_home_folder_of_the_client_is_this_one() -> None:
             {"arg2": CANARY, "arg3": f"--api-key={CANARY}", "arg5": "secret:b"},
         ),
         (
+            {"command": "a", "args": ["--header", f"Authorization: Bearer {CANARY}", "-H", "X: y"]},
+            {"command": ["a", "--header", "secret:x.arg2", "-H", "X: y"]},
+            {"arg2": f"Authorization: Bearer {CANARY}"},
+        ),
+        (
+            {"command": "a", "args": [f"--header=X-Api-Key: {CANARY}", "image:latest"]},
+            {"command": ["a", "secret:x.arg1", "image:latest"]},
+            {"arg1": f"--header=X-Api-Key: {CANARY}"},
+        ),
+        (
             {"command": "a", "args": ["postgresql://me:pw@db/shop"]},
             {"command": ["a", "secret:x.arg1"]},
             {"arg1": "postgresql://me:pw@db/shop"},

@@ -225,7 +225,8 @@ async def test_wrap_sends_a_query_again_if_its_server_dies(client: Client) -> No
 async def test_wrap_gives_a_query_up_whose_server_always_dies(client: Client) -> None:
     answer = await client.ask("tools/call", {"name": "look", "arguments": {"then": "die"}})
     assert answer["error"]["code"] == 50210
-    assert "bank" in answer["error"]["message"] and "ended with 3" in answer["error"]["message"]
+    message = answer["error"]["message"]
+    assert message.count("bank: ") == 1 and "ended with 3" in message
 
 
 class Stopped:

@@ -1,16 +1,18 @@
 """`wirecall wrap URL`: a client of pipes in front of a server over HTTP, in both eras."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from tests.client.conftest import nothing_is_left as nothing_is_left
-from tests.client.peers import served
-from tests.gateway.fronts import Client, enveloped, introduction
+from tests.client.peers import served, until
+from tests.gateway.fronts import Client, enveloped, introduction, message_of
 from wirecall import App, Context
 from wirecall.auth.store import FileStore, Login
 from wirecall.gateway.login import StoredLogin
@@ -73,6 +75,82 @@ async def test_wrap_url_serves_both_eras_and_runs_a_lost_call_once(revision: str
         assert again["result"]["content"] == first["result"]["content"]
         assert again["result"]["_meta"]["io.wirecall/replayed"] is True
         assert runs == ["ann"]
+
+
+@pytest.mark.parametrize("order", [["discover", "initialize"], ["initialize", "discover"]])
+@pytest.mark.parametrize("waits", [True, False])
+async def test_wrap_url_serves_a_client_that_tries_both_greetings(
+    order: list[str], waits: bool
+) -> None:
+    """G4, G12: a client may send `initialize` while it waits for the answer to the other one."""
+    messages = {
+        "discover": message_of("server/discover", enveloped({}), 1),
+        "initialize": message_of("initialize", introduction(), 2),
+    }
+    async with served(shop([])) as url, wrapped_url(f"{url}/mcp") as client:
+        greetings = []
+        for kind in order:
+            greetings.append(asyncio.create_task(client.line(messages[kind])))
+            if waits:
+                await greetings[-1]
+        answers = [json.loads(await each or b"{}") for each in greetings]
+        assert all("result" in answer for answer in answers), answers
+        for params in ({"name": "look"}, enveloped({"name": "look"}), {"name": "look"}):
+            answer = await client.ask("tools/call", params, id="look")
+            assert answer["result"]["content"][0]["text"] == "looked "
+
+
+class Slow:
+    """An older server over HTTP, which holds the answers to both greetings."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.second = asyncio.Event()
+        self.introduced = asyncio.Event()
+
+    async def serve(self, request: web.Request) -> web.Response:
+        if request.method != "POST":
+            return web.Response(status=405)
+        message = await request.json()
+        method = message["method"]
+        self.asked.append(method)
+        if "id" not in message:
+            return web.Response(status=202)
+        head = {"jsonrpc": "2.0", "id": message["id"]}
+        if method == "server/discover":
+            if self.asked.count(method) == 2:
+                await self.second.wait()
+            return web.json_response({**head, "error": {"code": -32601, "message": "no"}})
+        result: dict[str, Any] = {"tools": []}
+        if method == "initialize":
+            await self.introduced.wait()
+            server = {"name": "slow", "version": "1"}
+            result = {"protocolVersion": NAMES[-2], "capabilities": {}, "serverInfo": server}
+        return web.json_response({**head, "result": result})
+
+
+async def test_wrap_url_does_not_end_the_session_of_a_greeting_in_flight() -> None:
+    """G4, G12: `server/discover` is refused while `initialize` waits for its answer."""
+    server = Slow()
+    app = web.Application()
+    app.router.add_route("*", "/mcp", server.serve)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        async with wrapped_url(f"http://127.0.0.1:{runner.addresses[0][1]}/mcp") as client:
+            discovering = asyncio.create_task(client.ask("server/discover", enveloped({}), id="d"))
+            await until(lambda: server.asked.count("server/discover") == 2)
+            greeting = asyncio.create_task(client.ask("initialize", introduction(), id="i"))
+            await until(lambda: "initialize" in server.asked)
+            server.second.set()
+            assert (await discovering)["error"]["code"] == -32601
+            server.introduced.set()
+            assert (await greeting)["result"]["serverInfo"]["name"] == "slow"
+            assert (await client.ask("tools/list"))["result"] == {"tools": []}
+    finally:
+        await runner.cleanup()
 
 
 async def test_wrap_url_of_a_server_that_is_not_there_says_so() -> None:

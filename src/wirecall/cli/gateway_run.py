@@ -6,10 +6,10 @@ from typing import Any
 import click
 import msgspec
 
-from wirecall.cli.failures import CliError, Exit, Unreachable
+from wirecall.cli.failures import CliError, Exit, Unreachable, failure_of
 from wirecall.cli.terminal import Printer, count_of, json_option
 from wirecall.cli.watching import Watching, settings_in_force, watching_options
-from wirecall.config import load_config
+from wirecall.config import FILE_VARIABLE, check_config, load_config
 from wirecall.errors import CallFailed, UsageError
 from wirecall.gateway.settings import GatewaySettings, load_settings
 
@@ -22,14 +22,15 @@ def _settings(http: str | None = None) -> GatewaySettings:
     flags: dict[str, Any] = {}
     if http is not None:
         flags["gateway.http"] = http
-    settings = load_settings(flags=flags)
-    if not settings.upstreams:
-        raise UsageError(
-            "There are no upstreams.",
-            "wirecall.toml has no section [upstream.NAME]",
-            "wirecall gateway import --client cursor --write",
+    config, problems = check_config()
+    if config.path is None and not problems:
+        raise CliError(
+            "There is no wirecall.toml in this folder.",
+            "the servers of a gateway are its sections [upstream.NAME]",
+            f"change to its folder, or name it in {FILE_VARIABLE}, "
+            "or make one: wirecall gateway import --client claude-desktop --write",
         )
-    return settings
+    return load_settings(flags=flags)
 
 
 @click.command("run")
@@ -61,7 +62,12 @@ def run_command(http: str | None, stdio: bool, watching: Watching) -> None:
             gateway.run("stdio")
             return
         host, _, port = settings.http.rpartition(":")
-        gateway.run("http", host=host.strip("[]"), port=int(port))
+        try:
+            gateway.run("http", host=host.strip("[]"), port=int(port))
+        except UsageError as error:
+            failure = failure_of(error)
+            failure.next = failure.next.replace("another port=", "another port: --http HOST:PORT")
+            raise failure from None
 
 
 @click.command("check")
@@ -111,7 +117,7 @@ def status_command(http: str | None, out: Printer) -> None:
     """Show the state of each upstream of the gateway that runs."""
     from wirecall.transports.http_client import HttpClient
 
-    address = http or load_settings().http
+    address = http or load_config().get("gateway.http")
     url = f"http://{address}/status"
 
     async def ask() -> Any:
@@ -150,3 +156,9 @@ def status_command(http: str | None, out: Printer) -> None:
     ]
     columns = ("upstream", "health", "since", "sessions", "pids", "in flight", "breaker")
     out.table((*columns, "starts", "unknown"), rows)
+    for name, each in found["upstreams"].items():
+        if not each["up"] and each["reason"]:
+            out.note(f"{name}: {each['reason']}", "warning")
+        if each["unknown"]:
+            records = count_of(each["unknown"], "command")
+            out.note(f"{name}: {records} with an unknown outcome: wirecall ledger list", "warning")

@@ -125,7 +125,8 @@ class Found(Struct, frozen=True):
 def found(text: str | None) -> Found:
     """Return the ledger with this name.
 
-    Without a name, it is that of wirecall.toml, or of the app that wirecall.toml names.
+    Without a name, it is that of wirecall.toml, of the app that wirecall.toml names, or of the
+    gateway in it.
     """
     if text is None:
         config = load_config()
@@ -133,6 +134,8 @@ def found(text: str | None) -> Found:
         named = configured(config)
         if url.value is not None:
             return Found(url.value, url.origin, named)
+        if named is None and config.has_gateway:
+            return Found(config.get("gateway.ledger"), config.origin("gateway.ledger"))
     elif is_app(text):
         named = parse(text)
     else:

@@ -13,10 +13,10 @@
    would serve it here.
 2. The ledger of an app: its option, its driver, and errors that say what is wrong with its store.
 3. `way_options` are the options of all verbs that call a server, and `opened` is a client of it.
-   Verbs speak plain JSON-RPC to files and addresses, and MCP to addresses that end in /mcp and to
-   commands, since nearly every server on stdio speaks it. `--as` overrides that, and so does
-   `--revision`, which only MCP has. An idempotency key belongs to one protocol: the ledger
-   distinguishes `charge` and `tools/call:charge`.
+   Verbs speak plain JSON-RPC to files and addresses, and MCP to addresses that end in /mcp or
+   /mcp/NAME and to commands, since nearly every server on stdio speaks it. `--as` overrides that,
+   and so does `--revision`, which only MCP has. An idempotency key belongs to one protocol: the
+   ledger distinguishes `charge` and `tools/call:charge`.
 """
 
 import asyncio
@@ -61,6 +61,7 @@ from wirecall.ledger.base import (
     without_password,
 )
 from wirecall.logs import logger
+from wirecall.protocol.addresses import is_of_mcp
 from wirecall.protocol.messages import Unreadable
 
 if TYPE_CHECKING:
@@ -519,7 +520,7 @@ class Way(Struct, frozen=True):
             return self.protocol or "mcp"
         if target.kind == "command":
             return "mcp"
-        if target.kind == "url" and urlsplit(target.text).path.rstrip("/").endswith("/mcp"):
+        if target.kind == "url" and is_of_mcp(target.text):
             return "mcp"
         return "rpc"
 

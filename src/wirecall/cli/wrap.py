@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import click
 
-from wirecall.cli.failures import CliError
+from wirecall.cli.failures import CliError, no_such
 from wirecall.cli.targets import duration
 from wirecall.errors import UsageError
 
@@ -72,6 +72,8 @@ def wrap_command(
     wirecall wrap https://api.example.com/mcp
     wirecall wrap --header Authorization=env:API_AUTHORIZATION https://api.example.com/mcp
     """
+    if words[0].startswith("-"):
+        raise no_such("option", words[0].partition("=")[0], _options(), "wirecall wrap --help")
     from wirecall.gateway.login import StoredLogin
     from wirecall.gateway.pipe import Wrap
     from wirecall.gateway.upstream import Origin
@@ -96,6 +98,11 @@ def wrap_command(
         **target,
     )
     Wrap(origin, ledger=ledger or _ledger_of(known)).run(GRACE)
+
+
+def _options() -> list[str]:
+    """Return the options of the verb."""
+    return [name for option in wrap_command.params for name in option.opts if name[0] == "-"]
 
 
 def _address(word: str) -> str:

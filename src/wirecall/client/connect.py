@@ -2,7 +2,7 @@
 
 | Target | Transport | Protocol, unless `protocol=` names it |
 | --- | --- | --- |
-| `"http://…"`, `"https://…"` | HTTP | MCP if the path ends in `/mcp`, else JSON-RPC |
+| `"http://…"`, `"https://…"` | HTTP | MCP if the path ends in `/mcp` or `/mcp/NAME`, else JSON-RPC |
 | `"ws://…"`, `"wss://…"` | WebSocket | JSON-RPC |
 | `["python", "server.py"]` | a child process on stdio | JSON-RPC |
 | `"unix:/path"` | a Unix socket | JSON-RPC |
@@ -16,7 +16,6 @@ A type checker cannot read an address: with `protocol="mcp"` it sees an `McpClie
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack, get_args, overload
-from urllib.parse import urlsplit
 
 from wirecall.client.client import Client
 from wirecall.client.delivery import Clock, Options, Retry
@@ -26,6 +25,7 @@ from wirecall.client.links import HttpLink, LineLink, MemoryLink
 from wirecall.client.pushes import Pushes
 from wirecall.client.sync import SyncClient
 from wirecall.errors import UsageError, no_option
+from wirecall.protocol.addresses import is_of_mcp
 from wirecall.transports.child import Child, Stderr
 from wirecall.transports.framing import FramingName, framing_of
 from wirecall.transports.http_client import Auth, HttpClient, WebSocketPipe
@@ -123,7 +123,7 @@ def connect(target: Target, *, protocol: Protocol | None = None, **options: Any)
 
     `target` is a URL, a command line as a list, a socket (`unix:/PATH`, `tcp://HOST:PORT`) or an
     `App`. `protocol` is "rpc", "jsonrpc" (a server that may be anything) or "mcp"; by default a URL
-    that ends in `/mcp` is one of MCP.
+    that ends in `/mcp` or `/mcp/NAME` is one of MCP.
 
     Raises `UsageError` for a target or an option that cannot work. Calls raise `RpcError` for an
     error that the server answered with, and `CallFailed` if there was no answer.
@@ -310,7 +310,7 @@ def _protocol(target: Target, protocol: Protocol | None) -> Literal["rpc", "mcp"
         return "mcp"
     if protocol is not None or not isinstance(target, str) or _is_socket(target):
         return "rpc"
-    if urlsplit(target).path.rstrip("/").endswith("/mcp"):
+    if is_of_mcp(target):
         return "mcp"
     return "rpc"
 

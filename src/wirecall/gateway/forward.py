@@ -233,7 +233,7 @@ async def once(upstream: Upstream, forward: Forward, key: str | None) -> bytes:
         forward.error = error
         raise _ended(error) from None
     except TimeoutError:
-        raise _unknown(upstream, f"{upstream.name}: no answer within {timeout:g} s") from None
+        raise _unknown(upstream, f"no answer within {timeout:g} s") from None
     except CallFailed as error:
         is_sent = forward.sent is not None and forward.sent.exchange.sent
         if error.ran == "no" or not is_sent:
@@ -262,4 +262,4 @@ def _ended(error: RpcError) -> RpcError:
 
 
 def _unknown(upstream: Upstream, reason: str) -> OutcomeUnknown:
-    return OutcomeUnknown(reason, upstream=upstream.name, ran="unknown")
+    return OutcomeUnknown(f"{upstream.name}: {reason}", upstream=upstream.name, ran="unknown")

@@ -570,6 +570,7 @@ class Gateway(App):
     async def _enter(self) -> None:
         await super()._enter()
         if not self.has_one_client:
+            announce("All servers are at /mcp, and each of them is at /mcp/NAME")
             self.start(self.reach_all())
 
     async def status(self) -> dict[str, Any]:

@@ -13,6 +13,8 @@ _SECRET_VALUE = re.compile(
     r"^(sk-|pk-|rk_|ghp_|gho_|ghs_|ghu_|github_pat_|glpat-|xox[a-z]-|AKIA|ASIA|eyJ|ya29\.|AIza|npm_"
     r"|hf_|sk_|pk_|whsec_|lin_|ntn_|secret_|tvly-|fc-|ctx7sk|Bearer |Basic )",
 )
+# A header in one word, as programs take it: `Authorization: Bearer ...`.
+_HEADER = re.compile(r"([A-Za-z][A-Za-z0-9-]+):\s*(\S.*)")
 _HARMLESS = re.compile(
     r"(true|false|yes|no|on|off|null|none|\d{1,10}(\.\d+)?(ms|s|m|h)?"
     r"|[A-Za-z][A-Za-z_ -]{0,31}|[a-z]{2}(-[a-z]+)+-\d|\d+(\.\d+){1,3}|[\w.-]+:\d{1,5}"
@@ -42,7 +44,19 @@ def is_secret_word(before: str, word: str) -> bool:
         return not word.startswith("-") and looks_secret(before, word)
     if _SECRET_VALUE.search(value if equals else word):
         return True
+    if _is_secret_header(word) or _is_secret_header(value):
+        return True
     return "://" in word and is_secret_address(value if equals and "://" in value else word)
+
+
+def _is_secret_header(text: str) -> bool:
+    header = _HEADER.fullmatch(text)
+    if header is None:
+        return False
+    name, value = header.groups()
+    if _SECRET_VALUE.search(value):
+        return True
+    return bool(_SECRET_NAME.search(name)) and looks_secret(name, value)
 
 
 def is_secret_address(url: str) -> bool:

@@ -113,8 +113,10 @@ class PipeFront:
             is_new = await self._relay.session.discovers()
         except (CallFailed, UpstreamUnavailable):
             return answer or await self._relay.answer(message, sender)
-        if is_new is not is_greeting:
-            self._is_met = is_new
+        # The client may also have sent its other greeting by now, or got its answer.
+        is_decided = self._is_met or self._has_greeted is not is_greeting
+        if is_new is not is_greeting or is_decided:
+            self._is_met = self._is_met or (is_new and not is_greeting)
             return answer or await self._relay.answer(message, sender)
         if self._crossing is None:
             self._crossing = asyncio.create_task(self._cross())

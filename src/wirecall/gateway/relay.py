@@ -277,7 +277,7 @@ class Relay:
             self._flying[id] = flying
         try:
             if client is None:
-                self._speak_for(message.params)
+                self._speak_for(message)
             if bridge is not None and translate.is_older(client, self.revision):
                 forward.bridge = bridge()
             forward.awaits_tasks = client is not None and TASKS not in client.extensions
@@ -367,17 +367,13 @@ class Relay:
         result = await self._again(flying, forward.send, repeats=repeats)
         return bytes(tasks.with_id(result, stated))
 
-    def _speak_for(self, params: Raw | UnsetType) -> None:
-        """Use the revision that a request of 2026-07-28 names: over HTTP, headers repeat it."""
-        if params is UNSET or bytes(params).find(b"protocolVersion") < 0:
-            return
-        stated = members_of(members_of(params).get(META, UNSET)).get(_VERSION)
-        if stated is None:
-            return
-        try:
-            self.session.link.revision = REVISIONS.get(_decode_text(stated))
-        except msgspec.DecodeError:
-            return
+    def _speak_for(self, message: Envelope) -> None:
+        """Use the revision of a message: over HTTP, headers repeat it.
+
+        A request of 2026-07-28 names its own. Others have that of the handshake, also those of a
+        client that has tried both.
+        """
+        self.session.link.revision = _named_revision(message.params) or self.session.revision
 
     async def _again(self, flying: Flying, ask: Ask, *, repeats: bool) -> Raw:
         """Send a request that is not a command, a second time if its answer is lost and it reads.
@@ -563,6 +559,7 @@ class Relay:
             if message.method == "notifications/cancelled":
                 await cancel(self._flying, message.params)
             else:
+                self._speak_for(message)
                 await self.session.notify(message.method, message.params)
         except CallFailed as error:
             logger.debug("a notification of a client was not taken: %s", error)
@@ -608,6 +605,19 @@ class Relay:
             members["requestId"] = Raw(encode(ours[0]))
             params = raw_of(members)
         self.outbox.put(request(None, message.method, params))
+
+
+def _named_revision(params: Raw | UnsetType) -> Revision | None:
+    """Return the revision that the envelope of a request names."""
+    if params is UNSET or bytes(params).find(b"protocolVersion") < 0:
+        return None
+    stated = members_of(members_of(params).get(META, UNSET)).get(_VERSION)
+    if stated is None:
+        return None
+    try:
+        return REVISIONS.get(_decode_text(stated))
+    except msgspec.DecodeError:
+        return None
 
 
 async def cancel(requests: dict[Id, Flying], params: Raw | UnsetType) -> None:

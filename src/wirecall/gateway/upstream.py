@@ -490,7 +490,7 @@ class Upstream:
         return kept
 
     def lost(self, error: CallFailed) -> str:
-        """Return the words for a call whose answer was lost."""
+        """Return why the answer of a call was lost."""
         if isinstance(error, ConnectionLost):
-            return f"{self.name}: the connection ended before the answer: {error}"
-        return f"{self.name}: {error}"
+            return f"the connection ended before the answer: {error}"
+        return str(error)

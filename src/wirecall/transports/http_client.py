@@ -334,6 +334,8 @@ class _Request:
             # aiohttp describes a cut in its own terms.
             if isinstance(error, aiohttp.ClientPayloadError):
                 return ConnectionLost("the connection broke before the end of the answer")
+            if not self._sent.sent and isinstance(error, aiohttp.ClientConnectorError):
+                return ConnectionLost(f"the server cannot be reached: {_why_not_connected(error)}")
             return ConnectionLost(f"the connection broke before the end of the answer: {reason}")
         if isinstance(error, aiohttp.ClientConnectorError) and error.errno:
             reason = _why_not_connected(error)
