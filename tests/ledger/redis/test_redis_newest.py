@@ -58,6 +58,28 @@ async def test_names_of_removed_records_are_forgotten(
     assert (await ledger.counts())[State.TOMBSTONE] == 1
 
 
+async def test_names_are_forgotten_behind_records_that_are_kept_longer(
+    store: Store, ledger: Ledger, redis_server: Redis
+) -> None:
+    """As after a deployment with a shorter retention: the oldest tombstones are the last to go."""
+    kept = [structs.replace(ID, key=f"kept-{number}") for number in range(redis_ledger.PAGE + 1)]
+    records = await asyncio.gather(*(granted(ledger, id) for id in kept))
+    place = redis_ledger.RANKS[State.TOMBSTONE] * redis_ledger.RANK
+    newest = f"{prefix_of(store)}newest:charge"
+    for record in records:
+        name = f"{prefix_of(store)}alice:charge:{record.id.key}"
+        redis_server.ask("HSET", name, "state", "tombstone")
+        redis_server.ask("ZADD", newest, place, name)
+    gone = [
+        str(word) for number in range(1000) for word in (place + 1 + number, f"gone-{number}")
+    ]
+    redis_server.ask("ZADD", newest, *gone)
+    await ledger.sweep()
+    names = noted(store, redis_server)
+    assert len([name for name in names if b":kept-" in name]) == len(kept)
+    assert len(names) < 2 * len(kept)
+
+
 async def test_caller_with_few_records_is_found_among_many(
     store: Store, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,6 +122,11 @@ PAGE = 100
 PIECE = 20
 STEPS = 500
 
+# The share of names without a record that a sweep leaves in the order of time; and how often it
+# looks at a page of a set.
+MOST_GONE = 0.1
+PRUNINGS = 100
+
 # The number of sets of open tasks. With one set, all tasks of a cluster would depend on one of its
 # servers.
 SHARDS = 16
@@ -650,10 +655,17 @@ class RedisLedger:
         """Forget the names of tombstones and tasks that Redis has removed since."""
         for method in self._methods:
             await self._add_method(method)  # a server that has lost its memory gets them again
+        least = RANKS[State.TOMBSTONE] * RANK
         for method in await self._known_methods():
-            least = RANKS[State.TOMBSTONE] * RANK
-            await self._run_on("prune", [self._newest(method)], least, PAGE)
-        await self._run_on("prune", [self._newest_tasks], 0, PAGE)
+            await self._prune_set(self._newest(method), least)
+        await self._prune_set(self._newest_tasks, 0)
+
+    async def _prune_set(self, names: bytes, least: int) -> None:
+        """Take names out whose keys are gone, until few of them can be left."""
+        for _ in range(PRUNINGS):
+            gone = await self._run_on("prune", [names], least, PAGE)
+            if gone < PAGE * MOST_GONE:
+                return
 
     async def spend(self, name: str, cost: float, burst: float) -> float:
         """Spend from a limit of calls, which all processes share.
