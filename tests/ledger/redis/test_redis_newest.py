@@ -70,9 +70,7 @@ async def test_names_are_forgotten_behind_records_that_are_kept_longer(
         name = f"{prefix_of(store)}alice:charge:{record.id.key}"
         redis_server.ask("HSET", name, "state", "tombstone")
         redis_server.ask("ZADD", newest, place, name)
-    gone = [
-        str(word) for number in range(1000) for word in (place + 1 + number, f"gone-{number}")
-    ]
+    gone = [str(word) for number in range(1000) for word in (place + 1 + number, f"gone-{number}")]
     redis_server.ask("ZADD", newest, *gone)
     await ledger.sweep()
     names = noted(store, redis_server)
