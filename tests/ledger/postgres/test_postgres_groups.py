@@ -9,8 +9,8 @@ from msgspec import structs
 
 from tests.ledger import ID, LEASE, RETENTION, claim_of, granted, outcome_of, present
 from tests.servers import Store
-from wirecall.ledger.base import Ledger, RecordId, State
-from wirecall.ledger.postgres import pace
+from wirecall.ledger.base import Ledger, LedgerDown, RecordId, State
+from wirecall.ledger.postgres import pace, queue
 from wirecall.ledger.postgres.pace import ENOUGH, Pace
 from wirecall.ledger.postgres.queue import SQL, Committing, Connections, Ending, encode
 
@@ -157,6 +157,24 @@ async def test_enough_calls_do_not_wait(ledger: Ledger, monkeypatch: pytest.Monk
         sent.open.set()
         records = await asyncio.gather(*first, *more)
     assert {record.state for record in records} == {State.RUNNING}
+
+
+async def test_calls_that_wait_when_the_ledger_stops_are_refused(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that no statement carries yet: the server does not answer."""
+    token = (await granted(ledger)).token
+    monkeypatch.setattr(queue, "PATIENCE", 0.05)
+    sent = Sent(monkeypatch)
+    sent.open.clear()
+    # Each of one id needs another statement.
+    ends = [ledger.complete(token, outcome_of(), RETENTION) for _ in range(4)]
+    calls = [asyncio.ensure_future(end) for end in ends]
+    async with asyncio.timeout(PATIENCE):
+        assert await sent.seen.get() == "complete"
+        await ledger.aclose()
+        ended = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(error) for error in ended] == [LedgerDown] * 4
 
 
 # --- what they write ------------------------------------------------------------------------------

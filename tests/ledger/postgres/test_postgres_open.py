@@ -112,3 +112,58 @@ async def test_front_passes_many_records_in_one_sweep(
     ask(store, "UPDATE wirecall.ledger SET started_at = now() - interval '2 minutes'")
     assert await ledger.sweep() == 0
     assert ask(store, "SELECT count(*) FROM wirecall.open") == [(10,)]
+
+
+async def test_open_records_are_found_after_the_clock_went_back(
+    ledger: Ledger, store: Store
+) -> None:
+    """As after a failover to a host whose clock is behind: they begin before the fronts."""
+    await granted(ledger, lease=DAY)
+    store.age(ID, 100)
+    assert await ledger.sweep() == 0
+    ask(store, "UPDATE wirecall.fronts SET reached = clock_timestamp() + interval '1 hour'")
+    later = structs.replace(ID, key="later")
+    await granted(ledger, later, lease=DAY)
+    assert await ledger.sweep() == 0
+    assert {record.id for record in await ledger.list(State.RUNNING)} == {ID, later}
+    assert (await ledger.counts())[State.RUNNING] == 2
+    ask(
+        store,
+        "UPDATE wirecall.ledger SET lease_until = clock_timestamp() - interval '61 s', "
+        "expires_at = clock_timestamp() - interval '1 s'",
+    )
+    assert await ledger.sweep() == 2
+    assert (await ledger.counts())[State.UNKNOWN] == 2
+
+
+@pytest.mark.parametrize("state", OPEN)
+async def test_sweep_notes_an_open_record_that_the_front_has_missed(
+    state: State, ledger: Ledger, store: Store
+) -> None:
+    """Its commit took longer than the front waits, because a replica had to confirm it."""
+    await in_state(state, ledger, store, lease=DAY, retention=DAY)
+    store.age(ID, 100)
+    assert await ledger.sweep() == 0
+    ask(store, "DELETE FROM wirecall.open")
+    assert await ledger.list(state) == []
+    ask(store, "UPDATE wirecall.ledger SET due = clock_timestamp()")
+    assert await ledger.sweep() == 0
+    assert [record.id for record in await ledger.list(state)] == [ID]
+    assert (await ledger.counts())[state] == 1
+
+
+async def test_sweep_notes_a_run_that_becomes_unknown_when_it_is_due(
+    ledger: Ledger, store: Store
+) -> None:
+    await granted(ledger)
+    store.age(ID, 100)
+    assert await ledger.sweep() == 1
+    assert (await present(ledger)).state is State.UNKNOWN
+    ask(store, "DELETE FROM wirecall.open")
+    ask(
+        store,
+        "UPDATE wirecall.ledger SET state = 'running', due = clock_timestamp(), "
+        "expires_at = clock_timestamp()",
+    )
+    assert await ledger.sweep() == 1
+    assert (await ledger.counts())[State.UNKNOWN] == 1

@@ -58,12 +58,31 @@ async def test_names_of_removed_records_are_forgotten(
     assert (await ledger.counts())[State.TOMBSTONE] == 1
 
 
+async def test_names_are_forgotten_behind_records_that_are_kept_longer(
+    store: Store, ledger: Ledger, redis_server: Redis
+) -> None:
+    """As after a deployment with a shorter retention: the oldest tombstones are the last to go."""
+    kept = [structs.replace(ID, key=f"kept-{number}") for number in range(redis_ledger.PAGE + 1)]
+    records = await asyncio.gather(*(granted(ledger, id) for id in kept))
+    place = redis_ledger.RANKS[State.TOMBSTONE] * redis_ledger.RANK
+    newest = f"{prefix_of(store)}newest:charge"
+    for record in records:
+        name = f"{prefix_of(store)}alice:charge:{record.id.key}"
+        redis_server.ask("HSET", name, "state", "tombstone")
+        redis_server.ask("ZADD", newest, place, name)
+    gone = [str(word) for number in range(1000) for word in (place + 1 + number, f"gone-{number}")]
+    redis_server.ask("ZADD", newest, *gone)
+    await ledger.sweep()
+    names = noted(store, redis_server)
+    assert len([name for name in names if b":kept-" in name]) == len(kept)
+    assert len(names) < 2 * len(kept)
+
+
 async def test_caller_with_few_records_is_found_among_many(
     store: Store, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All names are searched for it after some rounds."""
-    monkeypatch.setattr(redis_ledger, "CHUNK", 2)
-    monkeypatch.setattr(redis_ledger, "ROUNDS", 2)
+    """The server looks at a few names at a time."""
+    monkeypatch.setattr(redis_ledger, "WALK", 2)
     rare = [RecordId("se*ldom", "charge", f"key-{number}") for number in range(3)]
     for id in rare:
         await granted(ledger, id)
@@ -71,8 +90,31 @@ async def test_caller_with_few_records_is_found_among_many(
     await asyncio.gather(*(granted(ledger, id) for id in IDS))
     others = [RecordId("b", "charge", f"key-{number}") for number in range(20)]
     await asyncio.gather(*(granted(ledger, id) for id in others))
-    assert {record.id for record in await ledger.list(only=Only(caller="se*ldom"))} == set(rare)
+    of_rare = Only(caller="se*ldom")
+    found = await ledger.list(only=of_rare)
+    assert {record.id for record in found} == set(rare)
+    pages = [(await ledger.list(limit=1, only=of_rare))[0]]
+    for _ in rare[1:]:
+        pages += await ledger.list(limit=1, only=of_rare, after=pages[-1].place)
+    assert pages == found
+    assert await ledger.list(only=of_rare, after=pages[-1].place) == []
     assert await ledger.list(only=Only(caller="nobody")) == []
+
+
+async def test_caller_whose_records_began_together_is_found_once(
+    store: Store, ledger: Ledger, redis_server: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step may end among names of one moment."""
+    monkeypatch.setattr(redis_ledger, "WALK", 2)
+    for id in IDS:
+        await granted(ledger, id)
+    moment = int((await ledger.list())[0].started_at * 1e6)
+    for name in noted(store, redis_server):
+        redis_server.ask("HSET", name.decode(), "started_at", moment)
+        place = moment - redis_ledger.EPOCH
+        redis_server.ask("ZADD", f"{prefix_of(store)}newest:charge", place, name.decode())
+    found = await ledger.list(only=Only(caller="alice"))
+    assert sorted(record.id for record in found) == IDS
 
 
 async def test_ledger_that_is_not_migrated_lists_all_records(

@@ -1207,6 +1207,10 @@ UNION ALL SELECT 'tombstone', count(*) FROM wirecall.ledger WHERE buried
 UNION ALL SELECT 'all', count(*) FROM wirecall.ledger
 
 -- name: advance
+-- A front that is too late shows that the clock was set back. Records begin before it again: it goes back too, further than
+-- two sweeps are apart.
+UPDATE wirecall.fronts SET reached = clock_timestamp() - interval '10 minutes'
+WHERE reached > clock_timestamp() - make_interval(secs => {unknown_after});
 SELECT wirecall.advance(%(most)s)
 
 -- name: lose
@@ -1243,6 +1247,11 @@ WITH due AS (
     FROM due
     WHERE (l.caller, l.method, l.key) = (due.caller, due.method, due.key) AND due.is_over AND due.state = 'running'
     RETURNING 1
+), noted AS (
+    -- Nearly all are there. A record whose commit took long may have become visible behind the front.
+    INSERT INTO wirecall.open SELECT caller, method, key FROM due
+    WHERE state IN ('running', 'unknown') OR (state IN ('released', 'waiting') AND NOT is_over)
+    ON CONFLICT DO NOTHING
 ), over AS (
     SELECT id FROM wirecall.tasks WHERE expires_at <= (SELECT clock_timestamp())
     ORDER BY expires_at LIMIT %(limit)s - (SELECT count(*) FROM due) FOR UPDATE SKIP LOCKED

@@ -465,6 +465,10 @@ class Queue:
                 if self._gathers:  # another flight takes the rest
                     return
                 gathers = self._gathers = True
+        except BaseException:  # the ledger stops: no other flight takes the rest
+            while self._waiting:
+                self._waiting.popleft().refuse(LedgerDown("the ledger was stopped"))
+            raise
         finally:
             self._free += 1
             if gathers:

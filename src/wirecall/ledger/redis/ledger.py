@@ -36,7 +36,7 @@ import re
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.resources import files
 from itertools import chain, compress, count
 from typing import Any, TypeAlias
@@ -104,10 +104,8 @@ RANKS = {
 RANK = 2**50
 EPOCH = 1_577_836_800_000_000
 
-# Names that are read from a set at once; and how many times that is done before all records of a
-# caller are looked for.
-CHUNK = 200
-ROUNDS = 5
+# Names among which one step looks for those of a caller, few so that commands go in between.
+WALK = 2000
 
 # Settings of a server: the value that keeps every command, and what another one may lose.
 SAFE = {
@@ -123,6 +121,11 @@ PAGE = 100
 # of `sweep` does that: 10,000 records, or 50 ms of the server's time.
 PIECE = 20
 STEPS = 500
+
+# The share of names without a record that a sweep leaves in the order of time; and how often it
+# looks at a page of a set.
+MOST_GONE = 0.1
+PRUNINGS = 100
 
 # The number of sets of open tasks. With one set, all tasks of a cluster would depend on one of its
 # servers.
@@ -471,22 +474,19 @@ class RedisLedger:
     ) -> AsyncGenerator[Names, None]:
         """Yield names of records, the newest first, in pages.
 
-        A record may have changed since its name was noted. If a caller has few of the newest
-        records, all names are searched for it.
+        A record may have changed since its name was noted.
         """
         methods = [only.method] if only.method is not None else await self._known_methods()
         ranks = {RANKS[stored] for stored, _ in STORED[state]}
         sets = [(self._newest(method), rank) for method in methods for rank in ranks]
+        chunk = self._chunk
+        if only.caller is not None:
+            chunk = partial(self._chunk_of_caller, only.caller)
         least = _since_2020(only.since)
         most = _since_2020(min(only.until, after[0] if after else math.inf))
-        size = max(1, limit) if only.caller is None else CHUNK
-        for round in count():
-            if only.caller is not None and round == ROUNDS:
-                names = await self._names_of_caller(only.caller, methods, ranks, least, most)
-                for start in range(0, len(names), CHUNK):
-                    yield names[start : start + CHUNK]
-                return
-            chunks = await asyncio.gather(*(self._chunk(*each, least, most, size) for each in sets))
+        size = max(1, limit)
+        while True:
+            chunks = await asyncio.gather(*(chunk(*each, least, most, size) for each in sets))
             # Below the last of a full chunk, there may be others that are newer than the rest.
             full = [chunk[-1][0] for chunk in chunks if len(chunk) >= size]
             least_sure = max(full, default=least)
@@ -520,24 +520,21 @@ class RedisLedger:
         equals = await self._ask("ZRANGEBYSCORE", newest, *bounds)
         return [*dict.fromkeys([*found, *((last, name) for name in equals)])]
 
-    async def _names_of_caller(
-        self, caller: str, methods: Sequence[str], ranks: set[int], least: int, most: int
-    ) -> Names:
-        """Return all names of a caller in the order of time. The server compares them."""
-        pattern = _literally(self._prefix + _quoted(caller).encode()) + b":*"
-        found: Timed = []
-        for method in methods:
-            cursor: bytes | int = 0
-            while True:
-                terms = cursor, "MATCH", pattern, "COUNT", 50 * PAGE
-                cursor, pairs = await self._ask("ZSCAN", self._newest(method), *terms)
-                for name, score in pairs:
-                    rank, at = divmod(int(score), RANK)
-                    if rank in ranks and least <= at <= most:
-                        found.append((at, name))
-                if not int(cursor):
-                    break
-        return [name for _, name in sorted(found, reverse=True)]
+    async def _chunk_of_caller(
+        self, caller: str, newest: bytes, rank: int, least: int, most: int, size: int
+    ) -> Timed:
+        """Return the same of one caller. The server compares the names, a few at a time."""
+        beginning = self._prefix + _quoted(caller).encode() + b":"
+        lowest = rank * RANK + least
+        highest = rank * RANK + most
+        found: dict[bytes, int] = {}
+        while len(found) < size and highest >= lowest:
+            terms = highest, lowest, WALK, beginning
+            following, *pairs = await self._run_on("of_caller", [newest], *terms)
+            for score, name in zip(pairs[::2], pairs[1::2], strict=True):
+                found[name] = int(float(score)) - rank * RANK
+            highest = int(following)
+        return [(at, name) for name, at in found.items()]
 
     async def _note(self, ids: Ids) -> None:
         """Note the places of records in the order of time."""
@@ -658,10 +655,17 @@ class RedisLedger:
         """Forget the names of tombstones and tasks that Redis has removed since."""
         for method in self._methods:
             await self._add_method(method)  # a server that has lost its memory gets them again
+        least = RANKS[State.TOMBSTONE] * RANK
         for method in await self._known_methods():
-            least = RANKS[State.TOMBSTONE] * RANK
-            await self._run_on("prune", [self._newest(method)], least, PAGE)
-        await self._run_on("prune", [self._newest_tasks], 0, PAGE)
+            await self._prune_set(self._newest(method), least)
+        await self._prune_set(self._newest_tasks, 0)
+
+    async def _prune_set(self, names: bytes, least: int) -> None:
+        """Take names out whose keys are gone, until few of them can be left."""
+        for _ in range(PRUNINGS):
+            gone = await self._run_on("prune", [names], least, PAGE)
+            if gone < PAGE * MOST_GONE:
+                return
 
     async def spend(self, name: str, cost: float, burst: float) -> float:
         """Spend from a limit of calls, which all processes share.
@@ -980,7 +984,7 @@ def _scripts() -> Iterator[tuple[str, tuple[bytes, str]]]:
 
 SCRIPTS = dict(_scripts())
 # The scripts that write nothing.
-READS = {"began", "due", "get", "marks", "state", "task"}
+READS = {"began", "due", "get", "marks", "of_caller", "state", "task"}
 # The scripts that read or write the place of a record among the newest of its method.
 NOTING = {"abandon", "claim", "complete", "due", "release", "resolve", "suspend", "sweep"}
 
