@@ -317,10 +317,8 @@ class Audit:
         Under its own name there is a file at every moment, so no other process begins one.
         """
         real = real_path(self.path, NAME)
-        numbers = [int(each.suffix[1:]) for each in kept_files(self.path)]
-        kept = f"{real}.{max(numbers, default=0) + 1}"
+        kept = self._keep(real)
         data, own = _line(entry, self._last, os.path.basename(kept))
-        os.link(real, kept)
         fresh = f"{real}.new"
         with suppress(FileNotFoundError):
             os.unlink(fresh)
@@ -336,6 +334,17 @@ class Audit:
         self._lock = DescriptorLock()
         self._seen = len(data)
         self._last = own
+
+    def _keep(self, real: str) -> str:
+        """Give the file a name with a number, unless a process that was killed has done that."""
+        kept = kept_files(self.path)
+        if kept and os.path.samefile(kept[-1], real):
+            return str(kept[-1])
+        number = 1
+        if kept:
+            number += int(kept[-1].suffix[1:])
+        os.link(real, f"{real}.{number}")
+        return f"{real}.{number}"
 
     def _submit(self, work: Callable[[], None]) -> "Future[None]":
         """Let a thread write a line, after the lines that already wait."""

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,23 @@ def test_trail_is_followed_as_it_grows_until_ctrl_c() -> None:
         watchdog.cancel()
         process.kill()
         process.communicate()
+
+
+def test_lines_just_before_a_rotation_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    written(1)
+    pauses = iter(range(3))
+
+    def pause(_: float) -> None:
+        if next(pauses) > 0:
+            raise KeyboardInterrupt
+        for rotate, key in ((None, "before"), (1, "after")):
+            audit = Audit("audit.jsonl", rotate=rotate)
+            audit.append(entry(key))
+            audit.close()
+
+    monkeypatch.setattr(time, "sleep", pause)
+    shown = invoke("audit", "tail", "audit.jsonl", "-f", "--json").stdout.splitlines()
+    assert [json.loads(line)["key"] for line in shown] == ["k0", "before", "after"]
 
 
 @pytest.mark.parametrize("verb", ["tail", "verify"])

@@ -20,6 +20,8 @@ from tests.balancer import PATIENCE, Balancer, Connection, connect
 from tests.calls import call, read
 from tests.ports import free_port
 from tests.size import sized
+from wirecall import connect as connect_client
+from wirecall.mcp.client.inbox import Change
 
 APP = """
 import asyncio
@@ -289,3 +291,52 @@ async def test_servers_are_killed_and_replaced_without_a_doubled_effect(tmp_path
     assert [order for order, ran in said.items() if ran == "yes" and found[order] != 1] == []
     unknown = [order for order, ran in said.items() if ran == "unknown"]
     assert len(unknown) <= CLIENTS * ROUNDS, "each kill meets one call of each client"
+
+
+# --- a client that listens ------------------------------------------------------------------------
+
+NOTES = """
+from wirecall import App, Context
+
+app = App("notes")
+
+@app.resource("test://note")
+def note() -> str:
+    return "it"
+
+@app.tool
+def touch() -> None:
+    app.updated("test://note")
+
+@app.tool
+async def chatter(ctx: Context) -> None:
+    for level in ("info", "error"):
+        await ctx.log(level, f"an {level}")
+"""
+
+
+async def test_client_in_a_session_gets_changes_and_its_log_level_after_a_restart(
+    tmp_path: Path,
+) -> None:
+    """The process that starts does not know what the session has asked for."""
+    said: list[str] = []
+    async with servers(tmp_path, 1, "--drain", "0", app=NOTES) as (server,):
+        (await until_ready(server)).close()
+        url = f"http://127.0.0.1:{server.port}/mcp"
+        note = Change("updated", "test://note")
+        async with connect_client(
+            url, protocol="mcp", revision="2025-11-25", on_log=lambda log: said.append(log.level)
+        ) as client:
+            await client.set_log_level("error")
+            async with asyncio.timeout(PATIENCE), client.listen(uris=["test://note"]) as changes:
+                server.send(signal.SIGTERM)
+                assert await server.ended() == 0
+                await server.start()
+                # It may have changed while no client listened.
+                assert await anext(changes) == note
+                await client.call_tool("touch")
+                assert await anext(changes) == note
+            await client.call_tool("chatter")
+            assert said == ["error"]
+        server.send(signal.SIGTERM)
+        assert await server.ended() == 0

@@ -6,8 +6,9 @@ import asyncio
 import json
 import shutil
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, closing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ import pytest
 
 from tests.calls import call, error, result
 from tests.cli import wirecall
-from tests.faults import eventually
+from tests.faults import PATIENCE, eventually
 from tests.faults.probe import Probe
-from tests.servers import Postgres, PostgresReplica, Redis
+from tests.servers import Postgres, PostgresReplica, Redis, RedisCluster
 from tests.transports import ask
 from wirecall import App
+from wirecall.ledger.redis.connection import PREFIX
 
 REASON = "the backup of 03:00 was restored"
 
@@ -49,6 +51,9 @@ class Shop:
     async def pays(self, *keys: str) -> None:
         for key in keys:
             assert result(await self.pay(key)) == f"paid {key}"
+
+    async def is_paid(self, key: str) -> bool:
+        return "result" in json.loads(await self.pay(key))
 
     async def refuses(self, key: str) -> bool:
         refused = json.loads(await self.pay(key)).get("error")
@@ -225,7 +230,7 @@ async def test_redis_replica_that_lacks_the_last_writes_is_doubted(primary: Redi
         async with serving(primary.url) as one, serving(primary.url) as two:
             await one.pays("a")
             await two.pays("warm")
-            assert primary.ask("WAIT", 1, 10_000) == 1
+            await eventually(has_received(primary, replica))
             replica.kill()
             await one.pays("b", "c")
             primary.kill()
@@ -250,7 +255,7 @@ async def test_redis_replica_that_lacks_nothing_takes_over_without_an_acceptance
         await eventually(in_step(replica))
         async with serving(primary.url) as shop:
             await shop.pays("a", "b")
-            assert primary.ask("WAIT", 1, 10_000) == 1
+            await eventually(has_received(primary, replica))
             replica.kill()
             primary.kill()
             replica.port = primary.port
@@ -273,6 +278,102 @@ def in_step(replica: Redis) -> Callable[[], Awaitable[bool]]:
         return not state["aof_rewrite_in_progress"] and not state["aof_rewrite_scheduled"]
 
     return is_in_step
+
+
+def has_received(primary: Redis, replica: Redis) -> Callable[[], Awaitable[bool]]:
+    """Whether the replica has all that the primary has written by now.
+
+    WAIT only waits for the writes of the connection that sends it.
+    """
+    written = primary.ask("INFO", "replication")["master_repl_offset"]
+
+    async def has_it() -> bool:
+        found = replica.ask("INFO", "replication")
+        return bool(found["slave_repl_offset"] >= written)
+
+    return has_it
+
+
+# --- a cluster of Redis ---------------------------------------------------------------------------
+
+
+@contextmanager
+def cluster_of(replicas: int) -> Iterator[RedisCluster]:
+    """A cluster that serves what it has when a primary is gone."""
+    cluster = RedisCluster(replicas)
+    try:
+        cluster.start()
+        for node in cluster.nodes:
+            node.ask("CONFIG", "SET", "cluster-require-full-coverage", "no")
+        yield cluster
+    finally:
+        cluster.close()
+
+
+def keys_of(cluster: RedisCluster, primary: Redis, keys: Iterable[str]) -> list[str]:
+    """Return the keys whose records are on a primary."""
+    slots = {key: cluster.nodes[0].ask("CLUSTER", "KEYSLOT", f"{PREFIX}:pay:{key}") for key in keys}
+    return [key for key, slot in slots.items() if cluster.holder(slot) is primary]
+
+
+@pytest.mark.parametrize("number", range(3))
+async def test_redis_cluster_without_a_primary_runs_the_commands_of_the_others(number: int) -> None:
+    """Also without the one that has the identity of the store."""
+    with cluster_of(replicas=0) as cluster:
+        gone = cluster.nodes[number]
+        first = [f"first-{n}" for n in range(12)]
+        new = [f"new-{n}" for n in range(12)]
+        of_gone = keys_of(cluster, gone, new)
+        async with serving(cluster.url) as shop:
+            await shop.pays(*first)
+            gone.kill()
+            for key in of_gone:
+                assert error(await shop.pay(key))["code"] == 50310
+            others = [key for key in new if key not in of_gone]
+            await shop.pays(*others)
+            assert 0 < len(of_gone) < len(new)
+            gone.start()
+            await eventually(shop.probe.is_ready)
+            for key in of_gone:
+                await eventually(partial(shop.is_paid, key))
+            await shop.pays(*first)
+            assert sorted(shop.ran) == sorted([*first, *new])
+
+
+async def test_redis_cluster_that_forbids_info_runs_commands() -> None:
+    """As managed clusters may."""
+    with cluster_of(replicas=0) as cluster:
+        for node in cluster.nodes:
+            node.ask("ACL", "SETUSER", "app", "on", ">word", "~*", "&*", "+@all", "-info")
+        async with serving(cluster.url.replace("redis://", "redis://app:word@")) as shop:
+            async with asyncio.timeout(PATIENCE):
+                await shop.pays("a", "b", "a")
+            assert shop.ran == ["a", "b"]
+
+
+async def test_redis_cluster_replica_that_lacks_the_last_writes_is_doubted() -> None:
+    """It takes over from one primary of three."""
+    with cluster_of(replicas=1) as cluster:
+        primary = cluster.nodes[1]
+        replica = cluster.nodes[4]
+        before, last = (
+            keys_of(cluster, primary, [f"{word}-{n}" for n in range(9)])
+            for word in ("before", "last")
+        )
+        assert before and last
+        async with serving(cluster.url) as one, serving(cluster.url) as two:
+            await one.pays(*before)
+            await two.pays("warm")
+            await eventually(has_received(primary, replica))
+            replica.kill()
+            await one.pays(*last)
+            primary.kill()
+            replica.start()
+            replica.ask("CLUSTER", "FAILOVER", "TAKEOVER")
+            await is_named(one, two, cluster.url, kinds=("lost",), lost=sorted(last))
+            assert sorted(one.ran + two.ran) == sorted([*before, *last, "warm", "new"])
+            for key in before:
+                assert result(await two.pay(key)) == f"paid {key}"
 
 
 # --- PostgreSQL -----------------------------------------------------------------------------------

@@ -51,7 +51,8 @@ class Station:
         secret, *others = secrets.split()
         self.relay = Relay(Sealer(secret, others=others), opened)
         self.path = path
-        self.relay.add(path, Place(self.hub, lambda: True, self._take, self._take))
+        self.is_busy = True
+        self.relay.add(path, Place(self.hub, lambda: self.is_busy, self._take, self._take))
 
     def _take(self, *told: Any) -> None:
         self.heard.append(told)
@@ -104,6 +105,19 @@ async def test_relay_delivers_messages_once_to_those_with_its_secret(tmp_path: P
         )
         assert await other.relay.is_ended(ended) and not await stranger.relay.is_ended(ended)
         assert (one.heard, stranger.heard) == ([], [])
+
+
+async def test_relay_without_sessions_does_not_remember_messages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each message is remembered for as long as its mark may be seen again."""
+    monkeypatch.setattr(others, "LOOK_EVERY", 0.02)
+    monkeypatch.setattr(others, "OVERLAP", 0.02)
+    async with stations(tmp_path, "one", "one") as [one, other]:
+        other.is_busy = False
+        await one.relay.announce_end("/mcp", EndedSession("caller", "id", 1), 60)
+        await other.until(lambda: len(other.heard) == 1)
+        await other.until(lambda: not other.relay._taken)
 
 
 def received(station: Station, ended: EndedSession, change: tuple[str, str]) -> bool:

@@ -217,6 +217,39 @@ def test_verify_finds_a_file_that_is_missing(trail: Path) -> None:
     assert invoke("audit", "verify", str(trail), "--archived", last).exit_code == 0
 
 
+def test_verify_finds_that_the_newest_file_is_missing(trail: Path) -> None:
+    """No file refers to it. A server that starts afterwards begins a new chain."""
+    audit = Audit(str(trail), rotate=1000)
+    for number in range(10):
+        audit.append(entry(number))
+    audit.close()
+    trail.unlink()
+    again = Audit(str(trail), rotate=1000)
+    again.append(entry(10))
+    again.close()
+    broken = invoke("audit", "verify", str(trail), "--json")
+    assert broken.exit_code == 9
+    (problem,) = json.loads(broken.stdout)["result"]["problems"]
+    older = kept_files(trail)[-1]
+    assert (problem["file"], problem["line"]) == (str(trail), 1)
+    assert f"begins a new chain, although {older.name} is older" in problem["what"]
+    last = verify(older).last
+    assert problem["what"].endswith(f"--archived {last}")
+    assert invoke("audit", "verify", str(trail), "--archived", last).exit_code == 0
+
+
+def test_file_is_kept_once_if_a_process_was_killed_while_it_rotated(trail: Path) -> None:
+    audit = Audit(str(trail), rotate=1)
+    audit.append(entry(0))
+    os.link(trail, f"{trail}.1")  # it got so far
+    audit.append(entry(1))
+    audit.append(entry(2))
+    audit.close()
+    files = [*kept_files(trail), trail]
+    assert [line["id"] for file in files for line in lines(file)] == [0, 1, 2]
+    assert invoke("audit", "verify", str(trail)).exit_code == 0
+
+
 def test_trail_that_another_program_moved_is_continued(trail: Path) -> None:
     audit = Audit(str(trail))
     audit.append(entry(0))

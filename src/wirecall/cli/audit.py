@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO
@@ -46,7 +47,8 @@ def verify_file(file: str | None, archived: tuple[str, ...], out: Printer) -> Ex
     """Check every link of the chain, and list the lines where it breaks. Exit code 9 if it does.
 
     The files of a trail that was rotated are verified too: FILE.1, FILE.2 and so on. If one is
-    missing, the file after it is named.
+    missing, the file after it is named; also if the newest one is missing, and a server has begun
+    another.
 
     Keep the hash of the last line elsewhere too: with write access to the whole file the whole
     chain can be forged.
@@ -57,13 +59,18 @@ def verify_file(file: str | None, archived: tuple[str, ...], out: Printer) -> Ex
     with progress(size, "Verifying") as advance:
         reports = {each: _verified(each, advance) for each in paths}
     problems: list[JsonObject] = []
+    older: Path | None = None
     for each, report in reports.items():
         found = [*report.problems]
         others = [other for name, other in reports.items() if name != each]
         if is_missing(report, others) and report.continues not in archived:
             what = f"continues a file that is missing: its last hash is {report.continues}"
             found.insert(0, (1, what))
+        is_fresh = report.continues is None and report.lines > 0
+        if older is not None and is_fresh and reports[older].last not in archived:
+            found.insert(0, (1, _fresh_after(older, reports[older])))
         problems += [{"file": str(each), "line": line, "what": what} for line, what in found]
+        older = each
     lines = sum(report.lines for report in reports.values())
     last = reports[path].last
 
@@ -83,6 +90,14 @@ def verify_file(file: str | None, archived: tuple[str, ...], out: Printer) -> Ex
     if problems:
         return Exit.FOUND
     return None
+
+
+def _fresh_after(older: Path, report: Report) -> str:
+    """Return what is wrong with a file that begins a chain although there is an older one."""
+    return (
+        f"begins a new chain, although {older.name} is older: a file after that may be missing; "
+        f"if {older.name} was moved while no server ran, say --archived {report.last}"
+    )
 
 
 def _verified(path: Path, advance: Advance) -> Report:
@@ -172,8 +187,8 @@ def list_entries(
 def tail_file(file: str | None, count: int, follow: bool, out: Printer) -> None:
     """Print the last entries. With --follow and --json, one document per line."""
     path = _trail(file)
-    opened: BinaryIO
-    with path.open("rb") as opened:
+    with ExitStack() as files:
+        opened: BinaryIO = files.enter_context(path.open("rb"))
         lines = _last_lines(opened, count)
         if out.as_json and not follow:
             out.result([_entry_of(line) for line in lines])
@@ -186,9 +201,12 @@ def tail_file(file: str | None, count: int, follow: bool, out: Printer) -> None:
             _print_entries(lines, out)
             if not lines:
                 time.sleep(POLL)
-                # A trail that was rotated continues in a new file of the same name.
+                # A trail that was rotated continues in a new file of the same name. The last lines of
+                # the old one may have come since it was read.
                 if path.exists() and path.stat().st_ino != os.fstat(opened.fileno()).st_ino:
-                    opened = path.open("rb")
+                    rest += opened.read()
+                    opened.close()
+                    opened = files.enter_context(path.open("rb"))
 
 
 def _last_lines(opened: BinaryIO, count: int) -> list[bytes]:

@@ -28,8 +28,10 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import (
     AskError,
+    ClusterError,
     MovedError,
     NoScriptError,
+    ReadOnlyError,
     RedisClusterException,
     RedisError,
     ResponseError,
@@ -107,7 +109,12 @@ class Connections:
     def __init__(
         self, options: Options, replicas: int, is_cluster: bool, reached: Callable[[], None]
     ) -> None:
-        """`reached` is called for each new connection; in a cluster, when one may be needed."""
+        """`reached` is called when another server may answer from now on.
+
+        That is at each new connection. In a cluster it is when a slot has moved, when the primaries
+        are others, and when one answers for the first time or after a lost answer. It is not called
+        when a primary goes away: the others are those that were known.
+        """
         self.lifetime = self._live()
         self._options = options
         self._replicas = replicas
@@ -214,6 +221,7 @@ class Connections:
             answer = await self._answer(node, commands, writes)
             if not isinstance(answer, AskError):
                 return answer
+            self._reached()
             self.seek_news()
             elsewhere: Node = None
             if self._cluster is not None and node is not None:
@@ -238,24 +246,34 @@ class Connections:
         queue = self._queues.get(node)
         if queue is None:
             queue = self._queues[node] = Queue(self, node)
+        losses = queue.losses
         answer = await queue.ask(commands, writes)
-        if isinstance(answer, AskError) or not isinstance(answer, Exception):
+        if isinstance(answer, AskError):
             return answer
-        if not isinstance(answer, NoScriptError):
-            self.seek_news()
-        raise LedgerDown(f"{self.where(node)}: {answer}") from answer
+        if isinstance(answer, Exception):
+            if _may_be_another_next(answer):
+                queue.losses += 1
+            if not isinstance(answer, NoScriptError):
+                self.seek_news()
+            raise LedgerDown(f"{self.where(node)}: {answer}") from answer
+        # It was sent after a loss that no answer followed yet.
+        if self._cluster is not None and losses > queue.made_up:
+            queue.made_up = losses
+            self._reached()
+        return answer
 
     def seek_news(self) -> None:
         """Have redis-py read the map of the cluster again. No caller waits for that."""
         cluster = self._cluster
-        if cluster is not None:
-            self._reached()
         if cluster is None or self._is_closed or (self._news is not None and not self._news.done()):
             return
 
         async def learn() -> None:
+            before = {node.name for node in cluster.get_primaries()}
             with suppress(Exception):  # the next failure asks again
                 await cluster.nodes_manager.initialize()
+            if {node.name for node in cluster.get_primaries()} != before:
+                self._reached()
 
         self._news = start(asyncio.get_running_loop(), learn())
 
@@ -316,6 +334,10 @@ class Queue:
 
     def __init__(self, connections: Connections, node: Node) -> None:
         self.senders: set[asyncio.Task[None]] = set()
+        # How many answers were lost, and how many of these were before an ask that was answered. At
+        # first no answer is known, as after a loss.
+        self.losses = 1
+        self.made_up = 0
         self._connections = connections
         self._node = node
         self._waiting: deque[_Ask] = deque()
@@ -356,6 +378,16 @@ class Queue:
                     wake(ask.answer, answer)
         # Now, not when the loop gets to it: the next ask must start another.
         self.senders.discard(asyncio.current_task())
+
+
+def _may_be_another_next(error: Exception) -> bool:
+    """Return whether a failure says that the next answer may be from another server.
+
+    A server that refuses a command has answered; it is the one that was known.
+    """
+    if isinstance(error, ResponseError):
+        return isinstance(error, (ClusterError, ReadOnlyError))
+    return True
 
 
 def check_server(where: str, info: dict[str, Any], replicas: int) -> None:

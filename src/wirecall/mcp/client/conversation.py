@@ -386,16 +386,20 @@ class Conversation(Dialect):
         # initialization).
         await self.send(b'{"jsonrpc":"2.0","method":"notifications/initialized"}')
         self.link.renew = self._renew
+        self.link.restore = self._restore
         await self.link.listen()
 
     async def _renew(self) -> None:
-        """Repeat the handshake with a new server or session.
-
-        Then restore the log level and the subscriptions.
-        """
+        """Repeat the handshake with a new server or session."""
         revision = self.revision
         assert revision is not None
         await self._adopt(await Handshake(self).initialize(revision))
+        await self._restore()
+
+    async def _restore(self) -> None:
+        """Restore the log level and the subscriptions, and forget what may have changed."""
+        revision = self.revision
+        assert revision is not None
         self.lists.forget()
         again = [("resources/subscribe", {"uri": uri}) for uri in self.listening.uris()]
         if self._level is not None:

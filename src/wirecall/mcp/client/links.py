@@ -75,6 +75,8 @@ LAST_EVENT = "last-event-id"
 
 COME_BACK = 0.2  # seconds before a broken stream is requested again, if the server sets no time
 SOONEST = 0.05  # min delay, for a server that asks for less
+# Statuses of a proxy that does not reach its server now.
+REPLACED = frozenset({502, 503, 504})
 FURTHEST = 30.0  # max delay; it doubles after every attempt without an event
 TRIES = 5  # attempts without an event before the link gives up a stream
 MOMENT = 2.0  # seconds for the standing stream to begin
@@ -102,6 +104,8 @@ class McpLink(Link):
         self.on_message: Callable[[Arrived], None] = lambda _message: None
         # Begins another session.
         self.renew: Callable[[], Awaitable[None]] | None = None
+        # Repeats what the process of a session knows: it may be another one.
+        self.restore: Callable[[], Awaitable[None]] | None = None
         # Returns the arguments of a tool that headers repeat.
         self.marks: Callable[[str], Marks] = lambda _tool: {}
         self._cancels: set[asyncio.Task[None]] = set()
@@ -382,15 +386,21 @@ class McpHttpLink(McpLink):
         while True:
             try:
                 async with self._get(parser) as answer:
+                    if stands.is_set() and answer.status in REPLACED:
+                        raise ConnectionLost("the server behind a proxy is being replaced")
                     if answer.status != 200 or answer.media != EVENTS:
                         # 405: not supported. 404: the session is gone; the next call makes another.
                         return
+                    # A stream without ids of events is not resumed: what it has missed is lost, and
+                    # the process that serves it may have started since.
+                    if stands.is_set() and self.restore is not None and not parser.last_id:
+                        await self.restore()
                     stands.set()
                     count = await self._read_stream(answer, parser, None)
                     fruitless += 1
                     if count:
                         fruitless = 0
-            except ConnectionLost:
+            except (ConnectionLost, NotSent):  # the server restarts
                 fruitless += 1
             except WirecallError as error:
                 logger.warning("the stream of the server's own messages is given up: %s", error)

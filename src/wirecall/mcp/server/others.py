@@ -287,6 +287,8 @@ class Relay:
             if is_asked or any(place.is_busy() for place in self._places.values()):
                 with suppress(LedgerDown):  # the next look is for a longer time
                     await self._look(await open_ledger())
+            else:  # whether a session has ended is asked when it comes
+                self._have_looked(asyncio.get_running_loop().time())
 
     def _receive(self, message: str | None) -> None:
         if message is None or message == LOOK:
@@ -301,6 +303,9 @@ class Relay:
             for mark in await ledger.marks(channel, now - self._looked_at + OVERLAP):
                 if mark.name not in self._taken:
                     self._take(mark.content.decode())
+        self._have_looked(now)
+
+    def _have_looked(self, now: float) -> None:
         self._looked_at = now
         self._taken = {
             name: taken_at for name, taken_at in self._taken.items() if taken_at > now - 2 * OVERLAP
