@@ -284,7 +284,7 @@ def test_critical_path_follows_references() -> None:
 
     def entry(position: int, start: float, end: float) -> Seen:
         raw = (position + 1, end, mark, "m", position, None, position, None)
-        return Seen(seen_of(raw, "w", 0.0, start).row, raw, start)
+        return Seen(raw, "w", 0.0, start)
 
     entries = [entry(0, 0.0, 5.0), entry(1, 0.0, 7.0), entry(2, 5.0, 9.0)]
     assert critical_path(entries, {2: [0]}) == {0, 2}
