@@ -202,35 +202,49 @@ class Totals:
         last = self._ring.last
         self.missed += last - self.seen - len(rows)
         self.seen = last
+        previous = self._previous
+        # The durations of plain queries that succeeded, by method.
+        plain: dict[str, list[float]] = {}
         for row in rows:
-            self._add(row)
+            _, ended, mark, name, _, code, _, more = row
+            start = start_of(row, previous)
+            previous = ended
+            if more is not None:
+                self._add(name, code, more, ended - max(start, mark.begun))
+            elif name in plain:
+                plain[name].append(ended - start)
+            else:
+                plain[name] = [ended - start]
+        self._previous = previous
+        for name, durations in plain.items():
+            found = self._of(name)
+            found.kind = "query"
+            found.calls += len(durations)
+            found.seconds += sum(durations)
+            for seconds in durations:
+                found.buckets[bisect_left(BOUNDS, seconds)] += 1
 
-    def _add(self, row: RawRow) -> None:
-        _, ended, mark, name, _, code, _, more = row
-        start = start_of(row, self._previous)
-        self._previous = ended
-        if more is not None and more.kind is None:
-            name = OTHER
+    def _of(self, name: str) -> MethodTotals:
         found = self.methods.get(name)
         if found is None:
             if len(self.methods) >= MAX_METHODS:
                 name = OTHER
             found = self.methods.setdefault(name, MethodTotals())
-        if more is None:
-            found.kind = "query"
-        else:
-            found.kind = more.kind
-            if more.outcome == "undelivered":
-                # A second row about a call that was counted.
-                found.undelivered += 1
-                return
-            found.replays += more.replayed
-            if more.outcome == "cancelled":
-                code = 0
+        return found
+
+    def _add(self, name: str, code: int | None, more: More, seconds: float) -> None:
+        found = self._of(OTHER if more.kind is None else name)
+        found.kind = more.kind
+        if more.outcome == "undelivered":
+            # A second row about a call that was counted.
+            found.undelivered += 1
+            return
+        found.replays += more.replayed
+        if more.outcome == "cancelled":
+            code = 0
         found.calls += 1
         if code is not None:
             found.errors[code] = found.errors.get(code, 0) + 1
-        seconds = ended - max(start, mark.begun)
         found.seconds += seconds
         found.buckets[bisect_left(BOUNDS, seconds)] += 1
 
