@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import click
 
 from wirecall.cli.failures import CliError, Exit, Unreachable, no_such
-from wirecall.cli.terminal import LiveTable, count_of, is_terminal, print_json, run
+from wirecall.cli.terminal import LiveTable, count_of, is_terminal, print_read_json, run
 from wirecall.console.filter import NAMES, FilterError, read_filter
 from wirecall.errors import UsageError
 from wirecall.logs import escaped
@@ -217,7 +217,7 @@ class _Lines:
 
     def rows(self, rows: list[JsonObject]) -> None:
         if self._as_json:
-            print_json(*rows)
+            print_read_json(rows)
         else:
             for row in rows:
                 cells = cells_of(row)

@@ -6,9 +6,8 @@ A gap in these numbers means that rows were lost.
 import os
 import time
 from collections import deque
-from typing import Any
 
-from wirecall.console.filter import read_filter
+from wirecall.console.filter import Filter, read_filter
 from wirecall.console.ring import SIZE
 from wirecall.console.rows import Seen
 from wirecall.console.source import FeedEvent, NotFound
@@ -50,14 +49,14 @@ class Calls:
         self.lost += lost
         for seen in found:
             self.last += 1
-            seen.row["n"] = self.last
+            seen.number = self.last
         self.rows.extend(found)
 
     def grey(self, worker: str) -> None:
         """Mark the rows of a worker that has ended."""
         for seen in self.rows:
-            if seen.row["worker"] == worker:
-                seen.row["gone"] = True
+            if seen.worker == worker:
+                seen.grey()
 
     def of(self, record: JsonObject, most: int) -> list[JsonObject]:
         """Return the rows of a record, the newest first."""
@@ -156,25 +155,27 @@ class Calls:
             return self.last, -1
         return min(int(number), self.last), 0
 
-    def next_rows(self, wanted: Any, place: int, lost: int) -> tuple[FeedEvent | None, int, int]:
+    def next_rows(self, wanted: Filter, place: int, lost: int) -> tuple[FeedEvent | None, int, int]:
         """Return the event with the rows after a place, and the place after it."""
         if place == self.last and not lost:
             return None, place, 0
-        fresh: list[JsonObject] = []
+        fresh: list[Seen] = []
         for seen in reversed(self.rows):
-            if seen.row["n"] <= place:
+            if seen.number <= place:
                 break
-            fresh.append(seen.row)
+            fresh.append(seen)
         fresh.reverse()
         if lost >= 0:
             lost += self.last - place - len(fresh)
         now = time.time()
-        rows = [row for row in fresh if wanted.fits(row, now)]
+        if wanted.tests:
+            fresh = [seen for seen in fresh if wanted.fits(seen.row, now)]
         step = 1
-        if len(rows) > SENT:
-            step = -(-len(rows) // SENT)
-            rows = rows[::step]
-        if not rows and not lost:
+        if len(fresh) > SENT:
+            step = -(-len(fresh) // SENT)
+            fresh = fresh[::step]
+        if not fresh and not lost:
             return None, self.last, 0
+        rows = [seen.row for seen in fresh]
         data: JsonObject = {"rows": rows, "sampled": step, "lost": lost}
         return FeedEvent("rows", data, self.place), self.last, 0

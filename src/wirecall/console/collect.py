@@ -136,7 +136,7 @@ class Collector:
                 found.append(seen_of(raw, worker.name, answer.offset, worker.previous))
                 worker.previous = raw[1]
         if len(self.workers) > 1:
-            found.sort(key=lambda seen: float(seen.row["at"]))
+            found.sort(key=lambda seen: seen.at)
         self.kept.add(found, lost)
         if found or lost:
             self._tell()
@@ -279,7 +279,7 @@ class Collector:
         await self._read_rows()
         seen = self.kept.find(id)
         row = seen.row
-        worker = self.workers.get(str(row["worker"]))
+        worker = self.workers.get(seen.worker)
         body = await self._body(seen)
         record: Json = None
         if row["key"] is not None and row["kind"] == "command":
@@ -314,7 +314,7 @@ class Collector:
         refs: dict[int, list[int]] = {}
         concurrency: Json = None
         mark = entries[0].raw[2]
-        worker = self.workers.get(str(entries[0].row["worker"]))
+        worker = self.workers.get(entries[0].worker)
         if worker is not None and mark.batch:
             try:
                 data = await worker.link.ask_raw("batch", number=mark.batch)
@@ -332,7 +332,7 @@ class Collector:
         ended = mark.ended or max(seen.raw[1] for seen in entries)
         return {
             "id": id,
-            "at": min(float(seen.row["at"]) for seen in entries),
+            "at": min(seen.at for seen in entries),
             "size": size,
             "bytes": mark.bytes,
             "caller": mark.caller,
@@ -390,7 +390,7 @@ class Collector:
 
     async def _body(self, seen: Seen) -> JsonObject:
         """Return the content of a call, if its worker has it."""
-        worker = self.workers.get(str(seen.row["worker"]))
+        worker = self.workers.get(seen.worker)
         if worker is not None:
             try:
                 return await worker.link.ask("body", number=seen.raw[0])

@@ -36,18 +36,49 @@ decode_batch = msgspec.json.Decoder(BatchAnswer).decode
 
 
 class Seen(Struct):
-    """One call: its row, and the times of its phases."""
+    """One call that the console's process keeps.
 
-    row: JsonObject
+    Its row is made when it is shown: most calls of a busy server are never shown.
+    """
+
     raw: RawRow
+    worker: str
+    # Adding it to a reading of the worker's clock makes it a time.
+    offset: float
     # When it began, by the worker's clock.
     start: float
+    # The number that it got from the console's process.
+    number: int = 0
+    # Its worker has ended.
+    is_gone: bool = False
+    _row: JsonObject | None = None
+
+    @property
+    def at(self) -> float:
+        """When it began, as a time."""
+        return self.start + self.offset
+
+    @property
+    def row(self) -> JsonObject:
+        if self._row is None:
+            self._row = _row_of(self)
+        return self._row
+
+    def grey(self) -> None:
+        """Mark a call whose worker has ended."""
+        self.is_gone = True
+        if self._row is not None:
+            self._row["gone"] = True
 
 
 def seen_of(raw: RawRow, worker: str, offset: float, previous: float) -> Seen:
     """Return a call from a row of a worker; `previous` is the end of the row before it."""
-    number, ended, mark, name, id, code, position, more = raw
-    start = start_of(raw, previous)
+    return Seen(raw, worker, offset, start_of(raw, previous))
+
+
+def _row_of(seen: Seen) -> JsonObject:
+    number, ended, mark, name, id, code, position, more = seen.raw
+    worker = seen.worker
     tool: Json = None
     if name.startswith(TOOL):
         tool = name.removeprefix(TOOL)
@@ -56,11 +87,11 @@ def seen_of(raw: RawRow, worker: str, offset: float, previous: float) -> Seen:
         batch = f"{worker}-B{mark.batch}"
     row: JsonObject = {
         "id": f"{worker}-{number}",
-        "n": 0,
+        "n": seen.number,
         "worker": worker,
-        "gone": False,
-        "at": start + offset,
-        "ms": round((ended - start) * 1000, 4),
+        "gone": seen.is_gone,
+        "at": seen.at,
+        "ms": round((ended - seen.start) * 1000, 4),
         "method": name,
         "tool": tool,
         "kind": "query",
@@ -102,7 +133,7 @@ def seen_of(raw: RawRow, worker: str, offset: float, previous: float) -> Seen:
             row["revision"] = more.passed.client_revision
         if more.parent is not None:
             row["batch"] = f"{worker}-T{more.parent}"
-    return Seen(row, raw, start)
+    return row
 
 
 def phases_of(seen: Seen) -> list[JsonObject]:

@@ -232,7 +232,9 @@ class Tap:
         if call.frame.sender.entry is not None:
             position = call.frame.sender.entry.position
         mark.note(position)
-        number = self.note(clock(), mark, call.record, row_id(call.id), code, position, more)
+        number = self.ring.note_packed(
+            clock(), mark, call.record, row_id(call.id), code, position, more
+        )
         if self.capture == "bodies" and not self.is_paused and outcome != "undelivered":
             self._keep_body(number, call, error)
 

@@ -20,6 +20,7 @@ from functools import partial
 from itertools import count
 from typing import Any, Literal, Protocol, TypeAlias
 
+import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from wirecall.answers import Answers
@@ -32,7 +33,7 @@ from wirecall.server.context import Context
 from wirecall.server.dispatch import Dispatcher, Pending, Reply
 from wirecall.server.ids import Ids
 from wirecall.server.lax import LaxDispatcher
-from wirecall.server.linking import Begin, Linking
+from wirecall.server.linking import Begin, Filled, Linking
 from wirecall.server.method import Method
 
 # Characters of names that a row keeps.
@@ -237,12 +238,31 @@ class TappedDispatcher(Dispatcher):
         position: int | None,
         awaitable: Awaitable[object],
     ) -> Reply:
-        mark = frame.mark or self._mark
+        frame = self._marked(frame)
         more = More("query", started=clock())
         reply = await super()._finish(frame, message, id, method, position, awaitable)
         if type(reply) is Success:
-            self._add(mark, method.name, id, None, position, more)
+            self._add(self._mark_of(frame), method.name, id, None, position, more)
         return reply
+
+    def _serve(
+        self,
+        frame: Frame,
+        message: Message,
+        method: Method,
+        position: int | None,
+        filled: Filled | None = None,
+    ) -> Coroutine[Any, Any, Reply]:
+        return super()._serve(self._marked(frame), message, method, position, filled)
+
+    def _marked(self, frame: Frame) -> Frame:
+        """Return a frame with the mark of its message, for a call that may wait.
+
+        Single calls share a frame without one, and `_mark` is that of the newest message.
+        """
+        if frame.mark is not None:
+            return frame
+        return msgspec.structs.replace(frame, mark=self._mark)
 
     def _failure(
         self,
