@@ -203,6 +203,18 @@ def test_tutorial_shows_the_whole_programs_that_are_run(name: str) -> None:
     assert first == code
 
 
+def test_compared_page_names_the_versions_that_its_sessions_run_with() -> None:
+    page = (ROOT / "docs" / "compared.md").read_text()
+    pinned = dict(
+        re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    )
+    assert re.search(r"as of [A-Z][a-z]+ 20\d\d", page)
+    assert f"**FastMCP {pinned['fastmcp']}**" in page
+    assert f"(`mcp` {pinned['mcp']})" in page
+    for name in ("jsonrpcserver", "json-rpc", "pjrpc"):
+        assert f"**{name} {pinned[name]}**" in page
+
+
 def test_picture_of_a_run_is_up_to_date() -> None:
     assert docs_picture.PICTURE.read_text() == docs_picture.picture(), (
         "run: python -m tests.docs_picture"
