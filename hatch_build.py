@@ -13,6 +13,8 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 # A link or a picture in Markdown, unless its target is an address or a heading of the page.
 RELATIVE = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|#)([^)\s]+)\)")
+# The same in HTML, which README uses for a picture of two schemes.
+IN_HTML = re.compile(r'\b(srcset|src|href)="(?!https?:|#)([^"\s]+)"')
 
 
 def absolute(text: str, source: str, version: str) -> str:
@@ -24,7 +26,12 @@ def absolute(text: str, source: str, version: str) -> str:
         kind = "raw" if mark else "blob"
         return f"{mark}[{absolute(label, source, version)}]({source}/{kind}/v{version}/{target})"
 
-    return RELATIVE.sub(link, text)
+    def attribute(found: re.Match[str]) -> str:
+        name, target = found.groups()
+        kind = "blob" if name == "href" else "raw"
+        return f'{name}="{source}/{kind}/v{version}/{target}"'
+
+    return IN_HTML.sub(attribute, RELATIVE.sub(link, text))
 
 
 class CustomMetadataHook(MetadataHookInterface):

@@ -7,13 +7,8 @@ from pathlib import Path
 
 from fastmcp import Client
 
-SERVE = [
-    sys.executable,
-    "-m",
-    "wirecall",
-    "serve",
-    str(Path(__file__).with_name("tutorial_server.py")),
-]
+SERVER = Path(__file__).with_name("tutorial_server.py")
+SERVE = [sys.executable, "-m", "wirecall", "serve", str(SERVER), "--http", "127.0.0.1:0"]
 
 
 async def buy(url: str) -> None:
@@ -31,11 +26,15 @@ async def buy(url: str) -> None:
 
 
 def main() -> None:
-    with subprocess.Popen([*SERVE, "--http", "127.0.0.1:0"], stderr=subprocess.PIPE) as server:
+    with subprocess.Popen(SERVE, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
-        line = next(line for line in server.stderr if b"Listening on" in line)
-        port = int(line.rpartition(b":")[2])
-        asyncio.run(buy(f"http://127.0.0.1:{port}/mcp"))
+        said = ""
+        while "Listening on" not in said:
+            said = server.stderr.readline()
+            if not said:
+                sys.exit("the server has ended")
+            print(said, end="", file=sys.stderr)
+        asyncio.run(buy(f"http://127.0.0.1:{said.rpartition(':')[2].strip()}/mcp"))
         server.terminate()
 
 

@@ -193,12 +193,26 @@ def test_pages_of_frameworks_show_the_programs_that_are_run() -> None:
     assert tried == {*PYTHON, *NODE}
 
 
-def test_tutorial_shows_the_programs_that_are_run() -> None:
+@pytest.mark.parametrize("name", ["tutorial_server.py", "tutorial_client.py"])
+def test_tutorial_shows_the_whole_programs_that_are_run(name: str) -> None:
+    """A reader saves each block as the file that the page names, and runs it."""
     page = (ROOT / "docs" / "tutorial.md").read_text()
-    for name, function in (("server", "app = App("), ("client", "async def buy(")):
-        program = (ROOT / "examples" / f"tutorial_{name}.py").read_text()
-        shown = program[program.index(function) :].partition("\n\n\ndef main")[0]
-        assert shown.strip() in page, name
+    _, _, code = (ROOT / "examples" / name).read_text().partition('"""\n\n')
+    _, _, after = page.partition(f"Save this as `{name}`")
+    _, first = BLOCK.findall(after)[0]
+    assert first == code
+
+
+def test_compared_page_names_the_versions_that_its_sessions_run_with() -> None:
+    page = (ROOT / "docs" / "compared.md").read_text()
+    pinned = dict(
+        re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    )
+    assert re.search(r"as of [A-Z][a-z]+ 20\d\d", page)
+    assert f"**FastMCP {pinned['fastmcp']}**" in page
+    assert f"(`mcp` {pinned['mcp']})" in page
+    for name in ("jsonrpcserver", "json-rpc", "pjrpc"):
+        assert f"**{name} {pinned[name]}**" in page
 
 
 def test_picture_of_a_run_is_up_to_date() -> None:

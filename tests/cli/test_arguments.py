@@ -171,6 +171,8 @@ def test_schema_in_words() -> None:
     assert shown["maybe"] == "text or a whole number or null"
     assert shown["tags"] == "a list of text"
     assert shown["place"] == "an object"
+    lists = {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}}
+    assert words(lists, SCHEMA) == "a list of lists of whole numbers"
     assert shown["free"] == "anything"
     assert example({"properties": {"a": {}, "b": {}}, "required": ["b"]}) == "b=..."
     rows = described(

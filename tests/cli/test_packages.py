@@ -50,6 +50,10 @@ def broken() -> App:
 
 def nothing():
     return 5
+
+
+def sized(size: int, *rest: int, color: str, name: str = "made") -> App:
+    return create_app()
 """
 
 
@@ -182,6 +186,8 @@ def test_configuration_in_another_folder_finds_its_module(project: Path, tmp_pat
         (["acme.made", "--factory"], "--factory needs the name of a function"),
         (["acme.made:later", "--factory"], "it is an async function"),
         (["acme.made:nothing", "--factory"], "it returned int, and not an App"),
+        (["acme.made:sized", "--factory"], "why: it cannot be called without size, color\n"),
+        (["acme.made:sized", "--factory"], "next: give each of its parameters a default"),
         (["acme.made:none", "--factory"], "there is no such name in the file"),
         (["acme.made:broken", "--factory"], "why: acme/made.py, line 20: IndexError: "),
         (["acme.shop:app", "--factory"], "next: drop --factory"),

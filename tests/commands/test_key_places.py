@@ -1,5 +1,6 @@
 """Keys at a place among the arguments that the app declares: `key_at="meta.idempotency-key"`."""
 
+import re
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -231,3 +232,45 @@ def test_key_place_is_not_an_argument_of_a_generated_client() -> None:
         module = generated(of_app(shop([])), protocol)
         assert "meta" not in module
         assert "key: str | bool | None = None" in module
+
+
+def declaring_app() -> App:
+    """Return an app whose commands declare the parameter that also has the key."""
+    app = App("shop", ledger="memory:", key_at="meta.idempotency-key")
+
+    @app.command
+    def plain(meta: dict[str, str]) -> None:
+        pass
+
+    @app.command
+    def any_members(meta: dict[str, Any]) -> None:
+        pass
+
+    @app.command
+    def optional(meta: dict[str, str] | None = None) -> None:
+        pass
+
+    @app.command
+    def typed(meta: Agent) -> None:
+        pass
+
+    return app
+
+
+@pytest.mark.parametrize("protocol", ["rpc", "mcp"])
+def test_key_place_keeps_a_declared_parameter_in_a_generated_client(protocol: str) -> None:
+    module = generated(of_app(declaring_app()), protocol)
+    shown = re.findall(r"async def (\w+)\([^)]*? meta: (.*),\n", module)
+    assert dict(shown) == {
+        "plain": "dict[str, str]",
+        "any_members": "dict[str, Any]",
+        "optional": "dict[str, str] | None | UnsetType = UNSET",
+        "typed": "Agent",
+    }
+    assert "idempotency-key" not in module
+
+
+@pytest.mark.parametrize("meta", [{}, {"agent": "one"}])
+async def test_key_place_may_be_empty_in_a_declared_parameter(meta: dict[str, str]) -> None:
+    app = declaring_app()
+    assert result(await app.handle(call("plain", {"meta": meta}, key="k-1"))) is None

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
-from inspect import iscoroutine
+from inspect import Parameter, iscoroutine, signature
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
@@ -94,6 +94,10 @@ def _made(text: str, name: str, module: ModuleType) -> App:
             why = f"it is of type {type(make).__name__}"
         next_step = "name a function without parameters that returns a wirecall.App"
         raise CliError(f"{text}:{name} is not a factory.", why, next_step, type="target")
+    if needed := _needed(make):
+        why = f"it cannot be called without {', '.join(needed)}"
+        next_step = "give each of its parameters a default"
+        raise CliError(f"{text}:{name} is not a factory.", why, next_step, type="target")
     made = _run(text, make)
     if isinstance(made, App):
         return made
@@ -104,6 +108,20 @@ def _made(text: str, name: str, module: ModuleType) -> App:
         why = "it is an async function, and runs before the event loop"
         next_step = "make it a plain function; open connections in the lifespan of the app"
     raise CliError(f"{text}:{name} made no app.", why, next_step, type="target")
+
+
+def _needed(make: Callable[..., object]) -> list[str]:
+    """Return the parameters of a function that have no default."""
+    try:
+        parameters = signature(make).parameters.values()
+    except (TypeError, ValueError):  # not every callable in C describes itself
+        return []
+    packed = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    return [
+        each.name
+        for each in parameters
+        if each.default is Parameter.empty and each.kind not in packed
+    ]
 
 
 # --- files and modules ----------------------------------------------------------------------------

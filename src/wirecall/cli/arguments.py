@@ -41,6 +41,13 @@ _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
     "object": ("an object", (dict,)),
 }
 
+_SEVERAL = {
+    "a whole number": "whole numbers",
+    "a number": "numbers",
+    "a list": "lists",
+    "an object": "objects",
+}
+
 
 class Misfit(Exception):
     """A value that its schema does not admit: its place, the expected type, the given value."""
@@ -101,8 +108,18 @@ def words(schema: object, root: Schema, depth: int = 0) -> str:
     names = [_TYPES[kind][0] for kind in kinds(found)]
     if names == ["a list"] and "items" in found:
         inner = words(found["items"], root, depth + 1)
-        return f"a list of {inner.removeprefix('a ').removeprefix('an ')}"
+        return f"a list of {_plural(inner)}"
     return " or ".join(names) or "anything"
+
+
+def _plural(shown: str) -> str:
+    """Return the words for several of the values that `words` describes."""
+    if " or " in shown:
+        return shown
+    for one, many in _SEVERAL.items():
+        if shown.startswith(one):
+            return many + shown.removeprefix(one)
+    return shown
 
 
 def limits(schema: object, root: Schema) -> str:

@@ -40,7 +40,7 @@ from msgspec.structs import replace
 
 from wirecall.app import SECRET_VARIABLE, App
 from wirecall.cli.apps import load_app, no_file
-from wirecall.cli.failures import CliError, Exit, NotReached, Unreachable, failure_of
+from wirecall.cli.failures import CliError, Exit, NotReached, Unreachable, failure_of, not_named
 from wirecall.config import Config, load_config, names_module, seconds_of
 from wirecall.errors import (
     BadAnswer,
@@ -157,7 +157,14 @@ class TargetCommand(click.Command):
             if named.is_factory:
                 args = [*args, "--factory"]
             args.insert(len(args) if self.is_last else 0, named.of(named.text))
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, list(args))
+        except click.MissingParameter:
+            # `show price` lacks the server, and not a second word.
+            if self._has_target(ctx, args):
+                raise
+            fix = "name a file, a module, an address, or -- a command"
+            raise not_named("Which server?", f"{fix}; or [server] app in wirecall.toml") from None
 
     def _has_target(self, ctx: click.Context, args: list[str]) -> bool:
         """Return whether the arguments have a target, or cannot have one."""

@@ -18,7 +18,7 @@ from msgspec import UNSET, Struct
 from wirecall.errors import InvalidParams, UsageError
 from wirecall.protocol.messages import JsonObject
 
-# A keyword of the published schema: this member is the key.
+# A keyword of the published schema: this member is the key, or an object that only the key needs.
 MARK = "x-idempotency-key"
 # Marks a param that is required only because the key is.
 ONLY_FOR_KEY = "x-required-for-key"
@@ -98,11 +98,13 @@ def _with_key(
     declared = schema.get("properties", {}).get(name)
     made = key
     if rest:
-        inner = declared if isinstance(declared, dict) else {"type": "object"}
-        if "$ref" in inner:
-            made = {"allOf": [inner, _with_key({"type": "object"}, rest, key, required)]}
+        only_for_key = {"type": "object", MARK: True}
+        if not isinstance(declared, dict):
+            made = _with_key(only_for_key, rest, key, required)
+        elif "$ref" in declared:
+            made = {"allOf": [declared, _with_key(only_for_key, rest, key, required)]}
         else:
-            made = _with_key(inner, rest, key, required)
+            made = _with_key(declared, rest, key, required)
     whole = {**schema, "properties": {**schema.get("properties", {}), name: made}}
     needed = list(schema.get("required", ()))
     if required and name not in needed:
@@ -126,7 +128,7 @@ def with_optional_key(schema: JsonObject) -> JsonObject:
         kept[name] = declared
         if isinstance(declared, dict):
             kept[name] = with_optional_key(declared)
-            if declared.get(MARK) or _only_holds_key(declared):
+            if declared.get(MARK):
                 ours.add(name)
     whole["properties"] = kept
     needed = [name for name in schema.get("required", ()) if name not in ours]
@@ -137,7 +139,7 @@ def with_optional_key(schema: JsonObject) -> JsonObject:
 
 
 def without_key(schema: JsonObject) -> JsonObject:
-    """Return the schema of params without a key that is marked, or an object that only holds it."""
+    """Return the schema of params without a key that is marked, or an object that only it needs."""
     properties = schema.get("properties")
     if not isinstance(properties, dict):
         return schema
@@ -145,16 +147,24 @@ def without_key(schema: JsonObject) -> JsonObject:
     for name, declared in properties.items():
         if not isinstance(declared, dict):
             kept[name] = declared
-        elif not declared.get(MARK) and not _only_holds_key(declared):
-            kept[name] = without_key(declared)
+        elif not declared.get(MARK):
+            kept[name] = _declared(declared)
     needed = [name for name in schema.get("required", ()) if name in kept or name not in properties]
     return {**schema, "properties": kept, **({"required": needed} if "required" in schema else {})}
 
 
-def _only_holds_key(schema: JsonObject) -> bool:
-    """Return whether an object has no other member than a key."""
-    properties = schema.get("properties")
-    if not isinstance(properties, dict) or len(properties) != 1:
-        return False
-    [declared] = properties.values()
-    return isinstance(declared, dict) and bool(declared.get(MARK) or _only_holds_key(declared))
+def _declared(schema: JsonObject) -> JsonObject:
+    """Return the schema of a member as the function declares it, without the key inside it."""
+    parts = schema.get("allOf")
+    if isinstance(parts, list):
+        others = [part for part in parts if not (isinstance(part, dict) and part.get(MARK))]
+        if len(others) == 1 < len(parts) and isinstance(others[0], dict):
+            rest = {name: value for name, value in schema.items() if name != "allOf"}
+            return {**others[0], **rest}
+    bare = without_key(schema)
+    # A type whose members are not named was given `properties` for the key alone.
+    if schema.get("properties") and not bare["properties"]:
+        del bare["properties"]
+        if not bare.get("required"):
+            bare.pop("required", None)
+    return bare
