@@ -16,6 +16,7 @@ from msgspec import UNSET, Raw, structs
 
 from wirecall.aio import Signal
 from wirecall.errors import (
+    BadAnswer,
     CallFailed,
     Gone,
     InvalidParams,
@@ -77,6 +78,7 @@ _ANYTHING: dict[Any, object] = {"": None}
 _decode_initialize = msgspec.json.Decoder(types.Initialize).decode
 _decode_listen = msgspec.json.Decoder(types.Listen).decode
 _decode_text = msgspec.json.Decoder(str).decode
+_decode_entries = msgspec.json.Decoder(list[Raw]).decode
 
 
 class Front(Server):
@@ -725,7 +727,10 @@ async def read_list(session: UpstreamSession, kind: str) -> list[Raw]:
         found = members_of(page)
         if kind == "tools":
             session.upstream.learn(page, is_first="cursor" not in members)
-        entries += msgspec.json.decode(found.get(kind, b"[]"), type=list[Raw])
+        try:
+            entries += _decode_entries(found.get(kind, b"[]"))
+        except msgspec.DecodeError as error:
+            raise BadAnswer(f"the list of {kind} cannot be read: {error}") from None
         if "nextCursor" not in found:
             return entries
         members["cursor"] = found["nextCursor"]

@@ -8,6 +8,7 @@
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -134,6 +135,8 @@ class Gateway(App):
         # The lists of upstreams: those that are valid, and the last that were seen.
         self._lists: dict[tuple[str, str, str], list[Raw]] = {}
         self.seen: dict[tuple[str, str], list[Raw]] = {}
+        # How often upstreams have said that a list has changed.
+        self._changes: Counter[tuple[str, str]] = Counter()
         self._fronts: dict[str, Front] = {}
         self._background: set[asyncio.Task[Any]] = set()
         self._awaited: set[str] = set()
@@ -344,6 +347,7 @@ class Gateway(App):
         upstream = conversation.upstream
         kinds = kinds_of(message)
         for kind in kinds:
+            self._changes[upstream.name, kind] += 1
             for key in [key for key in self._lists if (key[0], key[2]) == (upstream.name, kind)]:
                 del self._lists[key]
             if kind == "tools":
@@ -454,6 +458,7 @@ class Gateway(App):
         if known is not None:
             return known
         key = (upstream.name, self._unit(upstream, caller, session), kind)
+        changes = self._changes[upstream.name, kind]
         found: list[Raw] = []
         async with self.conversation(upstream, caller, session) as conversation:
             if offers(conversation.described(), kind):
@@ -461,7 +466,10 @@ class Gateway(App):
                 found = await read_list(conversation, kind)
         if kind == "tools":
             found = upstream.allowed(found)
-        self._lists[key] = self.seen[upstream.name, kind] = found
+        self.seen[upstream.name, kind] = found
+        # Else it has changed while it was read.
+        if self._changes[upstream.name, kind] == changes:
+            self._lists[key] = found
         return found
 
     # --- in the background ------------------------------------------------------------------------
