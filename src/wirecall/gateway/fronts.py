@@ -271,6 +271,7 @@ class Front(Server):
         outlet: Outlet,
         message: Arrived,
     ) -> None:
+        renewals = conversation.renewals
         try:
             found = await ask_client(
                 session, outlet, self._limits, str(message.method), message.params
@@ -281,6 +282,8 @@ class Front(Server):
             return
         except RpcError as error:
             ending = b'"error":' + encode(error_object(error))
+        if conversation.renewals != renewals:
+            return  # the server that asked has ended, and another may have a question of this id
         theirs = b'{"jsonrpc":"2.0","id":%b,%b}' % (encode(message.id), ending)
         with suppress(CallFailed):
             await conversation.send(theirs)

@@ -225,6 +225,8 @@ class Relay:
         self._flying: dict[Id, Flying] = {} if flying is None else flying
         # The ids of the server's requests by ours.
         self._questions: dict[int, object] = {}
+        # The renewals of the conversation when they were asked.
+        self._renewals = 0
         self._numbers = count(1)
 
     def own(self) -> None:
@@ -569,9 +571,10 @@ class Relay:
 
     async def answered(self, message: ClientAnswer) -> None:
         """Take the client's answer to a request of the server."""
-        if type(message.id) is not int or message.id not in self._questions:
+        questions = self._open_questions()
+        if type(message.id) is not int or message.id not in questions:
             return
-        theirs = encode(self._questions.pop(message.id))
+        theirs = encode(questions.pop(message.id))
         name = b"result" if message.error is UNSET else b"error"
         value = message.result if message.error is UNSET else message.error
         body = b"{}" if value is UNSET else bytes(value)
@@ -582,10 +585,17 @@ class Relay:
 
     # --- what the server sends --------------------------------------------------------------------
 
+    def _open_questions(self) -> dict[int, object]:
+        """Return the questions of the server. One that was started again has its own ids."""
+        if self._renewals != self.session.renewals:
+            self._renewals = self.session.renewals
+            self._questions.clear()
+        return self._questions
+
     def _asked(self, message: Arrived) -> None:
         """Pass a request of the server on, under an id of this relay."""
         id = next(self._numbers)
-        self._questions[id] = message.id
+        self._open_questions()[id] = message.id
         assert isinstance(message.method, str)
         self.outbox.put(request(id, message.method, message.params))
 
@@ -601,10 +611,11 @@ class Relay:
             if theirs is None:
                 return
             known = msgspec.json.decode(theirs)
-            ours = [id for id, question in self._questions.items() if question == known]
+            questions = self._open_questions()
+            ours = [id for id, question in questions.items() if question == known]
             if not ours:
                 return
-            del self._questions[ours[0]]
+            del questions[ours[0]]
             members["requestId"] = Raw(encode(ours[0]))
             params = raw_of(members)
         self.outbox.put(request(None, message.method, params))
