@@ -76,6 +76,8 @@ Send: TypeAlias = Callable[[bytes], Awaitable[None]]
 
 # Messages of the server that wait for a client that does not read.
 MOST_WAITING = 10_000
+# Methods that are kept for the tools of one server.
+MOST_METHODS = 1000
 # Pages of a list of tools that are read to find the kind of a tool.
 MOST_PAGES = 100
 # Methods that only read, so a lost answer is asked for a second time.
@@ -447,6 +449,7 @@ class Relay:
         queries = self.upstream.queries
         method = queries.get(params.name)
         if method is None:
+            _make_room(queries)
             method = queries[params.name] = guarded(self.upstream, params.name)
         call = Call(
             method,
@@ -538,6 +541,7 @@ class Relay:
         methods = self.upstream.methods
         method = methods.get(tool)
         if method is None:
+            _make_room(methods)
             method = methods[tool] = forwarded(self.upstream, tool)
         return method
 
@@ -619,6 +623,12 @@ class Relay:
             members["requestId"] = Raw(encode(ours[0]))
             params = raw_of(members)
         self.outbox.put(request(None, message.method, params))
+
+
+def _make_room(methods: "dict[str, Method]") -> None:
+    """Forget the methods of tools if there are too many: clients may name any."""
+    if len(methods) >= MOST_METHODS:
+        methods.clear()
 
 
 async def cancel(requests: dict[Id, Flying], params: Raw | UnsetType) -> None:
