@@ -223,7 +223,11 @@ class Front(Server):
         is_owned = gateway.is_owned(upstream, session)
         conversation = await gateway.borrow(upstream, sender.caller, session)
         if session.level is not None and not is_owned:
-            await gateway.want_level(upstream, sender.caller, session, session.level)
+            try:
+                await gateway.want_level(upstream, sender.caller, session, session.level)
+            except BaseException:
+                gateway.give_back(conversation)
+                raise
         if len(self._flying) >= MOST_SESSIONS:
             del self._flying[next(iter(self._flying))]
         place = _key_of(session)

@@ -19,7 +19,7 @@ from msgspec import Raw, structs
 
 from wirecall.app import GRACE, App
 from wirecall.client.delivery import Clock
-from wirecall.errors import CallFailed, RpcError
+from wirecall.errors import CallFailed, NotSent, RpcError
 from wirecall.files import replace_file
 from wirecall.gateway.fronts import (
     BACK_AFTER,
@@ -160,7 +160,11 @@ class Gateway(App):
             key = (upstream.name, self._unit(upstream, caller, session))
             opening = self._opened_once(upstream, key, session)
             try:
-                conversation = await asyncio.shield(opening)
+                # Not the task itself: other callers wait for it.
+                await asyncio.wait([opening])
+                if opening.cancelled():
+                    raise NotSent("its session was ended while it was opened")
+                conversation = opening.result()
             except (CallFailed, TimeoutError) as error:
                 raise upstream.unavailable(str(error) or "it did not answer in time") from error
             if key[1].endswith(NEWEST) and upstream.name in self._older:
@@ -337,9 +341,12 @@ class Gateway(App):
         known = [key for key in self._conversations if key[0] == upstream.name]
         for key in known[: max(0, len(known) - MOST_SESSIONS + 1)]:
             opening = self._conversations[key]
-            if opening.done() and not _has_failed(opening) and opening.result().is_busy:
+            conversation = self._open_one(key)
+            if not opening.done() or (conversation is not None and conversation.is_busy):
                 continue
             del self._conversations[key]
+            if conversation is not None:
+                self._remember(key, conversation.wishes)
             self.start(_closed(opening))
 
     def _notified(self, conversation: UpstreamSession, unit: str, message: Arrived) -> None:
@@ -433,13 +440,12 @@ class Gateway(App):
 
     async def end_owned(self, session: Session) -> None:
         """End the conversations that a session owns: its client has ended it."""
-        for key in [key for key in self._conversations if key[1] == f"{OWN}{session.id}"]:
-            opening = self._conversations.pop(key)
-            await asyncio.wait([opening])
-            if not _has_failed(opening):
-                # A command may still run, although its caller has left.
-                await opening.result().quiet()
-            await _closed(opening)
+        unit = f"{OWN}{session.id}"
+        owned = [key for key in self._conversations if key[1] == unit]
+        openings = [self._conversations.pop(key) for key in owned]
+        for known in (self._lists, self._levels, self._wishes):
+            _forget(known, unit)
+        await asyncio.gather(*(_closed_when_quiet(opening) for opening in openings))
 
     def known_entries(
         self, upstream: Upstream, kind: str, caller: str, session: Session
@@ -659,6 +665,20 @@ async def _closed(opening: "asyncio.Task[UpstreamSession]") -> None:
         await asyncio.wait([opening])
     if not _has_failed(opening):
         await opening.result().aclose()
+
+
+def _forget(known: dict[Any, Any], unit: str) -> None:
+    """Forget what is known of the conversations of one unit, whose name is second in each key."""
+    for key in [key for key in known if key[1] == unit]:
+        del known[key]
+
+
+async def _closed_when_quiet(opening: "asyncio.Task[UpstreamSession]") -> None:
+    """End a conversation after the commands that run, although their callers have left."""
+    await asyncio.wait([opening])
+    if not _has_failed(opening):
+        await opening.result().quiet()
+    await _closed(opening)
 
 
 def _secret_beside(ledger: str) -> str | None:

@@ -478,7 +478,8 @@ class UpstreamSession:
         self.wishes = wishes
         if wishes.level is not None:
             await self._repeat(LEVEL, wishes.level)
-        for params in wishes.subscriptions.values():
+        # A copy: clients may subscribe and unsubscribe in between.
+        for params in list(wishes.subscriptions.values()):
             await self._repeat(SUBSCRIBE, params)
 
     async def _repeat(self, method: str, params: Raw | UnsetType) -> None:
