@@ -20,7 +20,7 @@ from wirecall.errors import BadAnswer
 from wirecall.gateway import fronts, gateway, relay
 from wirecall.gateway.fronts import read_list
 from wirecall.gateway.session import UpstreamSession
-from wirecall.gateway.upstream import Origin, Upstream
+from wirecall.gateway.upstream import Origin, PacedChild, Starts, Upstream
 from wirecall.mcp.revisions import HANDSHAKE
 from wirecall.mcp.server.peer import Session
 from wirecall.protocol.messages import Arrived
@@ -274,6 +274,26 @@ async def test_gateway_drops_an_answer_for_a_server_that_has_ended(
         monkeypatch.setattr(fronts, "ask_client", answers_late)
         await front._ask(conversation, session, outlet, question)
         assert len(sent) == 1
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+async def test_process_whose_start_is_cancelled_is_not_among_those_that_run() -> None:
+    class Slow:
+        write = None
+
+        async def open(self, *_: object) -> None:
+            await asyncio.Event().wait()
+
+    running: list[Any] = []
+    slow: Any = Slow()
+    paced = PacedChild(slow, Starts(), running)
+    opening = asyncio.create_task(paced.open(lambda _line: None, lambda _error: None))
+    await until(lambda: running == [slow])
+    opening.cancel()
+    await asyncio.wait([opening])
+    assert running == []
 
 
 # --- names ----------------------------------------------------------------------------------------
