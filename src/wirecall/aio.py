@@ -9,6 +9,7 @@
    would be a third of the client's work for a call, and 6 µs of every HTTP request.
 4. `Signal` is an event with callbacks: a task that only waits for an event takes 1 KB. `wake` sets
    a result.
+5. `clock_from_boot` is for what must agree with a store, whatever happens to this machine.
 """
 
 import asyncio
@@ -350,3 +351,14 @@ class Timeout:
             and kind is asyncio.CancelledError
         ):
             raise TimeoutError from error
+
+
+def clock_from_boot() -> Callable[[], float]:
+    """Return a clock that people cannot set, and that counts the time in which the machine sleeps.
+
+    A system without one has a clock that stands still then.
+    """
+    number = getattr(time, "CLOCK_BOOTTIME", None)
+    if number is None:
+        return time.monotonic
+    return partial(time.clock_gettime, number)

@@ -1,16 +1,27 @@
 """The ledger as a process sees it: the states, and the commands that are remembered."""
 
+import asyncio
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.calls import call, error, make_app, result
 from tests.ledger import PRINT, claim_of, granted, outcome_of
+from wirecall.commands import background
 from wirecall.commands import witness as module
 from wirecall.commands.witness import TABLE, LedgerEvent, LedgerState, Witness
 from wirecall.errors import LedgerUnavailable, OutcomeUnknown
 from wirecall.ledger.base import IDENTITY, IDENTITY_CHANNEL, Ledger, Mark, RecordId, open_ledger
-from wirecall.ledger.identity import Doubt, accept, doubts, identity_of, report
+from wirecall.ledger.identity import (
+    Doubt,
+    accept,
+    doubts,
+    identity_of,
+    put_back,
+    report,
+)
 
 
 @pytest.fixture
@@ -208,3 +219,71 @@ def test_command_without_a_loop_is_served_and_remembered(tmp_path: Path) -> None
     db.execute("DELETE FROM wirecall_commands")
     assert error(app.handle_sync(call("pay", key="a")))["code"] == 50910
     assert error(app.handle_sync(call("pay", key="b")))["code"] == 50310
+
+
+# --- its clock, and its looks ---------------------------------------------------------------------
+
+
+def test_clock_counts_the_time_in_which_the_machine_sleeps() -> None:
+    """The ledgers count it, so a record may be gone when the machine wakes."""
+    number = getattr(time, "CLOCK_BOOTTIME", None)
+    if number is None:
+        pytest.skip("this system has no such clock")
+    assert module.clock.args == (number,)  # type: ignore[attr-defined]
+
+
+async def test_record_may_be_gone_a_little_before_the_end_of_its_retention(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store has begun to count before it has answered, and its clock may be faster."""
+    witness = Witness()
+    id = await done(ledger, witness, "a")
+    await remove(ledger, id)
+    now = module.clock()
+    monkeypatch.setattr(module, "clock", lambda: now + 995)
+    await witness.look(ledger)
+    await witness.confirm(ledger, await granted(ledger, id))
+    assert state_of(witness) is LedgerState.STEADY
+
+
+async def test_loss_that_shows_while_lost_commands_are_put_back_is_doubted(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    witness = Witness()
+    first = await done(ledger, witness, "a")
+    second = await done(ledger, witness, "b")
+    await remove(ledger, first)
+    found = await doubts(ledger, identity_of((await ledger.see()).identity))
+    await accept(ledger, found.values(), "ada", "it is right")
+
+    async def put_back_late(*args: Any) -> None:
+        await put_back(*args)
+        await remove(ledger, second)
+        with pytest.raises(OutcomeUnknown):
+            await witness.confirm(ledger, await granted(ledger, second))
+
+    monkeypatch.setattr(module, "put_back", put_back_late)
+    await witness.look(ledger)
+    assert state_of(witness) is LedgerState.SUSPECT
+    assert witness.doubt is not None
+
+
+async def test_ledger_is_looked_at_again_after_a_look_that_failed(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "LOOK_EVERY", 0.001)
+    looks: list[int] = []
+    again = asyncio.Event()
+
+    class Odd(Witness):
+        async def look(self, ledger: Ledger) -> None:
+            looks.append(len(looks))
+            if len(looks) == 1:
+                raise ValueError("what it has read is odd")
+            again.set()
+
+    work = background.Background()
+    work.plan_look(Odd(), ledger)
+    async with asyncio.timeout(60.0):
+        await again.wait()
+    work.stop()

@@ -15,14 +15,16 @@ from tests.console.records import unknown
 from tests.console.samples import parsed
 from tests.console.shops import call, make_app, send
 from wirecall import App
+from wirecall.console import facts
 from wirecall.console.calls import SENT
 from wirecall.console.collect import Collector
 from wirecall.console.conflicts import NO_BODY, NO_RECORD, SECRET
+from wirecall.console.lines import Line
 from wirecall.console.listener import open_listener
 from wirecall.console.metrics import LABELS, METRICS, MetricsListener, render
 from wirecall.console.source import FeedEvent, ListenerSettings, NotFound, Refusal
 from wirecall.console.tap import Tap
-from wirecall.console.worker import Served, WorkerLink, describe, links_in
+from wirecall.console.worker import Gone, Served, WorkerLink, describe, links_in
 from wirecall.errors import KeyConflict, UsageError
 from wirecall.ledger.base import RecordId
 from wirecall.protocol.secrets import Secret
@@ -295,8 +297,6 @@ async def test_worker_refuses_a_question_that_it_does_not_know(server: Server) -
 
 
 async def test_worker_link_says_that_a_worker_is_gone(tmp_path: Path) -> None:
-    from wirecall.console.worker import Gone
-
     with pytest.raises(Gone):
         await WorkerLink(tmp_path / "abc.socket").ask("numbers")
 
@@ -393,6 +393,43 @@ async def test_collector_record_says_which_members_of_a_conflict_differ(
     assert found == {"differs": [], "why": NO_BODY}
 
 
+# --- workers that are slow, or end ----------------------------------------------------------------
+
+
+async def test_attempt_that_takes_long_says_so(
+    server: Server, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(facts, "TRY_TIME", 0.01)
+    go = asyncio.Event()
+
+    async def handle(*_: object, **__: object) -> None:
+        await go.wait()
+
+    for app in server.apps:
+        monkeypatch.setattr(app, "handle", handle)
+    request = {"params": '{"cents": 1}', "key": "slow", "confirm": "charge"}
+    with pytest.raises(Refusal) as refused:
+        await collector.attempt("charge", request, actor="ada")
+    assert refused.value.status == 504
+    assert refused.value.document["error"]["type"] == "slow"
+
+
+async def test_page_of_a_call_without_its_worker_has_no_log_records(
+    server: Server, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = WorkerLink.ask
+
+    async def gone(link: WorkerLink, what: str, **rest: Any) -> Any:
+        if what == "lines":
+            raise Gone("it has ended")
+        return await ask(link, what, **rest)
+
+    request = {"params": '{"cents": 1, "card": "1"}', "key": "t", "confirm": "charge"}
+    id = (await collector.attempt("charge", request, actor="ada"))["call"]
+    monkeypatch.setattr(WorkerLink, "ask", gone)
+    assert (await collector.call(id))["lines"] == []
+
+
 # --- the role "look" ------------------------------------------------------------------------------
 
 
@@ -430,4 +467,21 @@ async def test_console_readonly_hides_keys_in_the_names_of_records(
         for word in own:
             async with http.get(f"{listener.url}/ledger/{word}.json") as answer:
                 assert answer.status == 404
+    await listener.aclose()
+
+
+async def test_console_readonly_hides_keys_in_log_records(
+    server: Server, collector: Collector
+) -> None:
+    key = "a-long-key-1"
+    await send(server.apps[0], call(1, "charge", cents=5, idempotency_key=key))
+    row = (await collector.calls())["rows"][0]
+    line = Line(row["call_id"], 0.0, "ERROR", "wirecall", f"charge failed, key {key}")
+    server.taps[0].lines._lines.append(line)
+    assert key in (await collector.call(row["id"]))["lines"][0]["text"]
+    listener = await open_listener(collector, ListenerSettings(port=0, readonly=True))
+    opened = listener.signin.open(listener.link().partition("=")[2])
+    assert opened is not None
+    shown = json.dumps(await listener._document(f"/calls/{row['id']}", {}, opened.session))
+    assert "charge failed, key a-l" in shown and key not in shown
     await listener.aclose()

@@ -93,3 +93,25 @@ def test_tap_without_a_console_keeps_no_lines() -> None:
     factory = logging.getLogRecordFactory()
     Tap("facts")
     assert logging.getLogRecordFactory() is factory
+
+
+def test_lines_do_not_fail_the_call_that_logs(lines: LogLines) -> None:
+    """`logging` reports an object that cannot be written, and the program continues."""
+
+    class Odd:
+        def __repr__(self) -> str:
+            raise RuntimeError("no words")
+
+    lines.open()
+    ids = Ids("1")
+    before = CURRENT.set(ids)
+    raising = logging.raiseExceptions
+    logging.raiseExceptions = False
+    try:
+        SHOP.warning("found %r", Odd())
+        SHOP.warning(Odd())
+    finally:
+        logging.raiseExceptions = raising
+        CURRENT.reset(before)
+        lines.close()
+    assert [line.text for line in lines.of(ids.call_id)] == ["found %r", "(not readable)"]

@@ -188,6 +188,17 @@ async def test_tap_captures_bodies_without_secrets() -> None:
         assert len(tap.bodies) == BODIES
 
 
+async def test_tap_forgets_the_secrets_of_a_method_that_was_removed() -> None:
+    """Another method may get its place in memory, and has other secrets."""
+    app, tap = make_app("bodies")
+    async with app:
+        await send(app, call(1, "charge", cents=1, card="4111", idempotency_key="k"))
+        assert len(tap._redactors) == len(tap._plans) == 1
+        app.remove("charge")
+        gc.collect()
+        assert len(tap._redactors) == len(tap._plans) == 0
+
+
 async def test_tap_keeps_no_bodies_unless_asked(shop: tuple[App, Tap]) -> None:
     app, tap = shop
     await send(app, call(1, "charge", cents=5, card="4111", idempotency_key="k"))

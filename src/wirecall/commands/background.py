@@ -259,8 +259,12 @@ class Background:
             return
 
         async def look() -> None:
-            with suppress(LedgerDown, UsageError):  # commands find out
-                await witness.look(ledger)
+            try:
+                with suppress(LedgerDown, UsageError):  # commands find out
+                    await witness.look(ledger)
+            except Exception:
+                logger.exception("the ledger could not be compared with what was known of it")
+            # In any case: only this ends a doubt.
             self._look = None
             self.plan_look(witness, ledger)
 

@@ -19,12 +19,11 @@ that, until an operator accepts the store (`ledger.identity`). There is one stat
 import asyncio
 import enum
 import os
-from time import monotonic
 from typing import NamedTuple
 
 from msgspec import Struct
 
-from wirecall.aio import has_loop, start
+from wirecall.aio import clock_from_boot, has_loop, start
 from wirecall.errors import LedgerUnavailable, OutcomeUnknown
 from wirecall.ledger.base import Ledger, LedgerDown, Record, RecordId, Seen, State, Token
 from wirecall.ledger.identity import (
@@ -53,10 +52,15 @@ REPORT_EVERY = 60.0
 # Lost commands that one line of the log names.
 NAMED = 50
 
+# The part of its retention in which a record must be there: the store has begun to count earlier, and
+# its clock may be a little faster.
+SURE = 0.99
+
 # No ledger has this number.
 _NEVER = 0
 
-clock = monotonic
+# Time in which the machine sleeps counts for the store, too.
+clock = clock_from_boot()
 
 
 class LedgerState(enum.Enum):
@@ -195,7 +199,7 @@ class Witness:
         if len(self._young) >= REMEMBERED:
             self._old = self._young
             self._young = {}
-        self._young[token.id.key] = _Done(token, fingerprint, clock() + retention)
+        self._young[token.id.key] = _Done(token, fingerprint, clock() + SURE * retention)
 
     def _find(self, id: RecordId) -> _Done | None:
         done = self._young.get(id.key) or self._old.get(id.key)
@@ -251,6 +255,8 @@ class Witness:
         if event is LedgerEvent.ACCEPT:
             assert found is not None
             await self._restore(ledger, seen, found)
+            if self.state is not LedgerState.ACCEPTED:
+                return  # a command has shown another loss in between
             self._to(LedgerEvent.RESTORE)
         elif doubt is not None:
             logger.warning("the ledger is the one that this process knew: commands run again")

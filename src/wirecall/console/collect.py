@@ -289,7 +289,10 @@ class Collector:
             params = body["body"]["params"]
         lines: list[Json] = []
         if worker is not None and row["call_id"] is not None:
-            lines = (await worker.link.ask("lines", call_id=row["call_id"]))["lines"]
+            try:
+                lines = (await worker.link.ask("lines", call_id=row["call_id"]))["lines"]
+            except Gone:
+                self.workers.lose(worker)
         return {
             "row": row,
             "phases": phases_of(seen),
@@ -457,7 +460,7 @@ class Collector:
                 ),
             )
         message = message_of(name, request)
-        answer = await self.workers.ask("try", message=message)
+        answer = await self.workers.ask("try", is_action=True, message=message)
         await self.note_action(actor, "try", name, "replayed" if answer["replayed"] else "sent")
         await self._read_rows()
         return {

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 COUNTS_FOR = 5.0
 # Seconds for the ledger to answer a question of a page.
 PATIENCE = 10.0
+# Seconds that a person waits for the answer to a call.
+TRY_TIME = 8.0
 
 Answer = Callable[[JsonObject], Awaitable[JsonObject]]
 
@@ -289,7 +291,14 @@ class Facts:
         """Make one call, as an operator. The text of the params is passed on unchanged."""
         began = clock()
         seen: list[Id] = []
-        reply = await self._app.handle(str(question["message"]).encode(), replayed=seen)
+        try:
+            async with asyncio.timeout(TRY_TIME):
+                reply = await self._app.handle(str(question["message"]).encode(), replayed=seen)
+        except TimeoutError:
+            text = (
+                f"The call has no answer after {TRY_TIME:g} s. A command that has begun continues."
+            )
+            raise Refusal(504, _error("slow", text)) from None
         return {
             "answer": None if reply is None else reply.decode(),
             "replayed": bool(seen),

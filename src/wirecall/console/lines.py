@@ -85,8 +85,8 @@ class LogLines(logging.Filter):
 def _line(record: logging.LogRecord, call_id: str) -> Line:
     try:
         text = record.getMessage()
-    except (TypeError, ValueError, KeyError):  # `logging` itself reports a wrong format
-        text = str(record.msg)
-    if record.exc_info and record.exc_info[1] is not None:
-        text += f": {record.exc_info[1]!r}"
+        if record.exc_info and record.exc_info[1] is not None:
+            text += f": {record.exc_info[1]!r}"
+    except Exception:  # of the program's own objects; `logging` itself reports it
+        text = f"{record.msg!s:.200}" if isinstance(record.msg, str) else "(not readable)"
     return Line(call_id, record.created, record.levelname, record.name, escaped(text[:LONGEST]))

@@ -203,7 +203,10 @@ class Listener:
             name = self._aliases.word(name)
         elif page == "ledger" and given.get("after"):
             given = {**given, "after": self._aliases.word(given["after"])}
-        document = shortened(await self._facts(page, name, given))
+        facts = await self._facts(page, name, given)
+        if page == "calls" and name:
+            _shorten_lines(facts)
+        document = shortened(facts)
         self._aliases.hide(page, document)
         return document
 
@@ -396,6 +399,16 @@ def shortened(value: Any) -> Any:
         else:
             made[name] = shortened(member)
     return made
+
+
+def _shorten_lines(call: Json) -> None:
+    """Shorten the caller and the key of a call in its log records, which are text."""
+    assert isinstance(call, dict)
+    for name in HIDDEN:
+        word = call["row"][name]
+        for line in call["lines"]:
+            if word:
+                line["text"] = line["text"].replace(word, _short(word))
 
 
 def _short(text: str) -> str:

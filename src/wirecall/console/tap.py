@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
 
 import msgspec
 from msgspec import UNSET, Raw, Struct
@@ -27,6 +28,7 @@ from wirecall.server.tapped import More, array_of, row_id
 if TYPE_CHECKING:
     from wirecall.app import App
     from wirecall.console.worker import WorkerServer
+    from wirecall.server.method import Method
 
 Capture = Literal["facts", "bodies"]
 
@@ -83,8 +85,9 @@ class Tap:
         self._folder = folder
         self._server: WorkerServer | None = None
         self._counting: asyncio.Task[None] | None = None
-        self._redactors: dict[int, Redactor] = {}
-        self._plans: dict[int, Plan] = {}
+        # By the method itself: another one may get the id of one that was removed.
+        self._redactors: WeakKeyDictionary[Method, Redactor] = WeakKeyDictionary()
+        self._plans: WeakKeyDictionary[Method, Plan] = WeakKeyDictionary()
         self._reset()
 
     def _reset(self) -> None:
@@ -260,18 +263,18 @@ class Tap:
     def _plan(self, call: Call) -> Plan:
         """Return what is secret in the results of a method."""
         method = call.method
-        if id(method) not in self._plans:
-            self._plans[id(method)] = plan_of(method.signature.returns, {})
-        return self._plans[id(method)]
+        if method not in self._plans:
+            self._plans[method] = plan_of(method.signature.returns, {})
+        return self._plans[method]
 
     def _shown_params(self, call: Call, params: Raw) -> tuple[str, bool]:
         if len(params) > LONGEST_BODY:
             # Not cut: a part of the text cannot be searched for secrets.
             return f"{len(params)} bytes, more than are kept", True
-        redactor = self._redactors.get(id(call.method))
+        redactor = self._redactors.get(call.method)
         if redactor is None:
             redactor = Redactor(call.method.signature, LONGEST_BODY)
-            self._redactors[id(call.method)] = redactor
+            self._redactors[call.method] = redactor
         try:
             return redactor(params).decode(), False
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -36,7 +36,9 @@ PATIENCE = 15.0
 
 
 class Gone(WirecallError):
-    """A worker that does not answer any more."""
+    """A worker that does not answer any more. `was_asked`: it may have the question."""
+
+    was_asked = False
 
 
 class Served(Struct):
@@ -160,21 +162,28 @@ class WorkerLink:
     async def ask_raw(self, what: str, **rest: Any) -> bytes:
         """Return the answer as it was sent."""
         async with self._turn:
+            was_asked = False
             try:
                 async with asyncio.timeout(PATIENCE):
                     if self._streams is None:
                         self._streams = await asyncio.open_unix_connection(self.path, limit=LONGEST)
                     reader, writer = self._streams
+                    was_asked = True
                     writer.write(msgspec.json.encode({"ask": what, **rest}) + b"\n")
                     await writer.drain()
                     line = await reader.readline()
+                    if not line.endswith(b"\n"):
+                        raise ConnectionResetError("it has ended")
+                    return line
             except (OSError, TimeoutError, ValueError) as error:
                 self.close()
-                raise Gone(f"worker {self.name} does not answer: {error!r}") from error
-            if not line.endswith(b"\n"):
+                gone = Gone(f"worker {self.name} does not answer: {error!r}")
+                gone.was_asked = was_asked
+                raise gone from error
+            except BaseException:
+                # Else the next question would get the answer of this one.
                 self.close()
-                raise Gone(f"worker {self.name} has ended")
-            return line
+                raise
 
     def close(self) -> None:
         streams = self._streams

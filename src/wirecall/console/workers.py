@@ -1,5 +1,6 @@
 """The workers of one server: those that answer, and the last ones that have ended."""
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,11 +13,20 @@ from wirecall.protocol.messages import JsonObject
 
 # Workers that have ended and whose rows are kept.
 GONE = 8
+# Seconds before a worker that did not answer is asked again.
+AGAIN = 5.0
 NO_WORKER: JsonObject = {
     "error": {
         "type": "no_worker",
         "message": "No worker of the server answers.",
         "hint": "it is starting, or it ended",
+    }
+}
+NO_ANSWER: JsonObject = {
+    "error": {
+        "type": "no_answer",
+        "message": "The worker ended before it answered. The call may have run.",
+        "hint": "look for it among the calls, and for its record in the ledger",
     }
 }
 
@@ -33,6 +43,9 @@ class Worker:
         # The end of that row, by its clock.
         self.previous = 0.0
         self.offset = 0.0
+        # Whether it answers again, and when it may be asked that.
+        self.asking: asyncio.Task[None] | None = None
+        self.again_at = 0.0
         self.numbers = Numbers(link.name, 0, time.time())
 
 
@@ -43,6 +56,8 @@ class Workers:
         self._folder = folder
         self._note_lost = note_lost
         self._known: dict[str, Worker] = {}
+        # The names of those that were forgotten, and were killed: their sockets are still there.
+        self._forgotten: set[str] = set()
         # The sum of the workers that were forgotten.
         self._retired: list[Numbers] = []
         # Workers that have ended.
@@ -64,6 +79,8 @@ class Workers:
     def close(self) -> None:
         for worker in self:
             worker.link.close()
+            if worker.asking is not None:
+                worker.asking.cancel()
 
     async def read_numbers(self) -> None:
         """Read the numbers of every worker."""
@@ -78,14 +95,18 @@ class Workers:
         names = {path.name.removesuffix(SOCKET): path for path in self._sockets()}
         for name, path in names.items():
             known = self._known.get(name)
-            if known is None:
+            if known is None and name not in self._forgotten:
                 self._known[name] = Worker(WorkerLink(path))
+        self._forgotten &= names.keys()
         for name, worker in self._known.items():
             if name not in names:
                 self.lose(worker)
+            elif worker.is_gone:
+                self._ask_again(worker)
         gone = [worker for worker in self._known.values() if worker.is_gone]
         for worker in gone[: max(0, len(gone) - GONE)]:
             del self._known[worker.name]
+            self._forgotten.add(worker.name)
             # Its calls stay in the sums: a counter never goes back.
             self._retired.append(worker.numbers)
             self._retired = [sum_of_numbers(self._retired)]
@@ -94,16 +115,33 @@ class Workers:
         return sorted(Path(self._folder).glob(f"[0-9a-f]*{SOCKET}"))
 
     def lose(self, worker: Worker) -> None:
-        """Mark a worker that has ended, and its rows."""
+        """Mark a worker that has ended, or does not answer, and its rows."""
         if worker.is_gone:
             return
         worker.is_gone = True
+        worker.again_at = time.monotonic() + AGAIN
         self.ended += 1
         worker.link.close()
         worker.numbers.in_flight = 0
         worker.numbers.queued = 0
         worker.numbers.upstreams = None
         self._note_lost(worker.name)
+
+    def _ask_again(self, worker: Worker) -> None:
+        """Ask a worker in the background whether it answers again: a handler may have blocked it."""
+        is_asking = worker.asking is not None and not worker.asking.done()
+        if not is_asking and time.monotonic() >= worker.again_at:
+            worker.asking = asyncio.get_running_loop().create_task(self._await_back(worker))
+
+    async def _await_back(self, worker: Worker) -> None:
+        try:
+            numbers = decode_numbers(await worker.link.ask_raw("numbers"))
+        except Gone:
+            worker.again_at = time.monotonic() + AGAIN
+            return
+        if worker.name in self._known:
+            worker.numbers = numbers
+            worker.is_gone = False
 
     def alive(self) -> list[Worker]:
         """Return the workers that have not ended."""
@@ -113,13 +151,15 @@ class Workers:
         """Return the numbers summed over all workers that were seen."""
         return sum_of_numbers([*self._retired, *(worker.numbers for worker in self)])
 
-    async def ask(self, what: str, **rest: Any) -> JsonObject:
-        """Ask any worker that is alive."""
+    async def ask(self, what: str, *, is_action: bool = False, **rest: Any) -> JsonObject:
+        """Ask any worker that is alive; no other one if it may have begun an action."""
         for worker in self.alive():
             try:
                 return await worker.link.ask(what, **rest)
-            except Gone:
+            except Gone as error:
                 self.lose(worker)
+                if is_action and error.was_asked:
+                    raise Refusal(502, NO_ANSWER) from error
         raise Refusal(503, NO_WORKER)
 
     @property

@@ -16,6 +16,7 @@ from msgspec import UNSET, Raw, structs
 
 from wirecall.aio import Signal
 from wirecall.errors import (
+    BadAnswer,
     CallFailed,
     Gone,
     InvalidParams,
@@ -77,6 +78,7 @@ _ANYTHING: dict[Any, object] = {"": None}
 _decode_initialize = msgspec.json.Decoder(types.Initialize).decode
 _decode_listen = msgspec.json.Decoder(types.Listen).decode
 _decode_text = msgspec.json.Decoder(str).decode
+_decode_entries = msgspec.json.Decoder(list[Raw]).decode
 
 
 class Front(Server):
@@ -221,7 +223,11 @@ class Front(Server):
         is_owned = gateway.is_owned(upstream, session)
         conversation = await gateway.borrow(upstream, sender.caller, session)
         if session.level is not None and not is_owned:
-            await gateway.want_level(upstream, sender.caller, session, session.level)
+            try:
+                await gateway.want_level(upstream, sender.caller, session, session.level)
+            except BaseException:
+                gateway.give_back(conversation)
+                raise
         if len(self._flying) >= MOST_SESSIONS:
             del self._flying[next(iter(self._flying))]
         place = _key_of(session)
@@ -269,6 +275,7 @@ class Front(Server):
         outlet: Outlet,
         message: Arrived,
     ) -> None:
+        renewals = conversation.renewals
         try:
             found = await ask_client(
                 session, outlet, self._limits, str(message.method), message.params
@@ -279,6 +286,8 @@ class Front(Server):
             return
         except RpcError as error:
             ending = b'"error":' + encode(error_object(error))
+        if conversation.renewals != renewals:
+            return  # the server that asked has ended, and another may have a question of this id
         theirs = b'{"jsonrpc":"2.0","id":%b,%b}' % (encode(message.id), ending)
         with suppress(CallFailed):
             await conversation.send(theirs)
@@ -725,7 +734,10 @@ async def read_list(session: UpstreamSession, kind: str) -> list[Raw]:
         found = members_of(page)
         if kind == "tools":
             session.upstream.learn(page, is_first="cursor" not in members)
-        entries += msgspec.json.decode(found.get(kind, b"[]"), type=list[Raw])
+        try:
+            entries += _decode_entries(found.get(kind, b"[]"))
+        except msgspec.DecodeError as error:
+            raise BadAnswer(f"the list of {kind} cannot be read: {error}") from None
         if "nextCursor" not in found:
             return entries
         members["cursor"] = found["nextCursor"]

@@ -8,6 +8,7 @@
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -18,7 +19,7 @@ from msgspec import Raw, structs
 
 from wirecall.app import GRACE, App
 from wirecall.client.delivery import Clock
-from wirecall.errors import CallFailed, RpcError
+from wirecall.errors import CallFailed, NotSent, RpcError
 from wirecall.files import replace_file
 from wirecall.gateway.fronts import (
     BACK_AFTER,
@@ -134,6 +135,8 @@ class Gateway(App):
         # The lists of upstreams: those that are valid, and the last that were seen.
         self._lists: dict[tuple[str, str, str], list[Raw]] = {}
         self.seen: dict[tuple[str, str], list[Raw]] = {}
+        # How often upstreams have said that a list has changed.
+        self._changes: Counter[tuple[str, str]] = Counter()
         self._fronts: dict[str, Front] = {}
         self._background: set[asyncio.Task[Any]] = set()
         self._awaited: set[str] = set()
@@ -157,7 +160,11 @@ class Gateway(App):
             key = (upstream.name, self._unit(upstream, caller, session))
             opening = self._opened_once(upstream, key, session)
             try:
-                conversation = await asyncio.shield(opening)
+                # Not the task itself: other callers wait for it.
+                await asyncio.wait([opening])
+                if opening.cancelled():
+                    raise NotSent("its session was ended while it was opened")
+                conversation = opening.result()
             except (CallFailed, TimeoutError) as error:
                 raise upstream.unavailable(str(error) or "it did not answer in time") from error
             if key[1].endswith(NEWEST) and upstream.name in self._older:
@@ -334,9 +341,12 @@ class Gateway(App):
         known = [key for key in self._conversations if key[0] == upstream.name]
         for key in known[: max(0, len(known) - MOST_SESSIONS + 1)]:
             opening = self._conversations[key]
-            if opening.done() and not _has_failed(opening) and opening.result().is_busy:
+            conversation = self._open_one(key)
+            if not opening.done() or (conversation is not None and conversation.is_busy):
                 continue
             del self._conversations[key]
+            if conversation is not None:
+                self._remember(key, conversation.wishes)
             self.start(_closed(opening))
 
     def _notified(self, conversation: UpstreamSession, unit: str, message: Arrived) -> None:
@@ -344,6 +354,7 @@ class Gateway(App):
         upstream = conversation.upstream
         kinds = kinds_of(message)
         for kind in kinds:
+            self._changes[upstream.name, kind] += 1
             for key in [key for key in self._lists if (key[0], key[2]) == (upstream.name, kind)]:
                 del self._lists[key]
             if kind == "tools":
@@ -429,13 +440,12 @@ class Gateway(App):
 
     async def end_owned(self, session: Session) -> None:
         """End the conversations that a session owns: its client has ended it."""
-        for key in [key for key in self._conversations if key[1] == f"{OWN}{session.id}"]:
-            opening = self._conversations.pop(key)
-            await asyncio.wait([opening])
-            if not _has_failed(opening):
-                # A command may still run, although its caller has left.
-                await opening.result().quiet()
-            await _closed(opening)
+        unit = f"{OWN}{session.id}"
+        owned = [key for key in self._conversations if key[1] == unit]
+        openings = [self._conversations.pop(key) for key in owned]
+        for known in (self._lists, self._levels, self._wishes):
+            _forget(known, unit)
+        await asyncio.gather(*(_closed_when_quiet(opening) for opening in openings))
 
     def known_entries(
         self, upstream: Upstream, kind: str, caller: str, session: Session
@@ -454,6 +464,7 @@ class Gateway(App):
         if known is not None:
             return known
         key = (upstream.name, self._unit(upstream, caller, session), kind)
+        changes = self._changes[upstream.name, kind]
         found: list[Raw] = []
         async with self.conversation(upstream, caller, session) as conversation:
             if offers(conversation.described(), kind):
@@ -461,7 +472,10 @@ class Gateway(App):
                 found = await read_list(conversation, kind)
         if kind == "tools":
             found = upstream.allowed(found)
-        self._lists[key] = self.seen[upstream.name, kind] = found
+        self.seen[upstream.name, kind] = found
+        # Else it has changed while it was read.
+        if self._changes[upstream.name, kind] == changes:
+            self._lists[key] = found
         return found
 
     # --- in the background ------------------------------------------------------------------------
@@ -652,6 +666,20 @@ async def _closed(opening: "asyncio.Task[UpstreamSession]") -> None:
         await asyncio.wait([opening])
     if not _has_failed(opening):
         await opening.result().aclose()
+
+
+def _forget(known: dict[Any, Any], unit: str) -> None:
+    """Forget what is known of the conversations of one unit, whose name is second in each key."""
+    for key in [key for key in known if key[1] == unit]:
+        del known[key]
+
+
+async def _closed_when_quiet(opening: "asyncio.Task[UpstreamSession]") -> None:
+    """End a conversation after the commands that run, although their callers have left."""
+    await asyncio.wait([opening])
+    if not _has_failed(opening):
+        await opening.result().quiet()
+    await _closed(opening)
 
 
 def _secret_beside(ledger: str) -> str | None:

@@ -76,6 +76,8 @@ Send: TypeAlias = Callable[[bytes], Awaitable[None]]
 
 # Messages of the server that wait for a client that does not read.
 MOST_WAITING = 10_000
+# Methods that are kept for the tools of one server.
+MOST_METHODS = 1000
 # Pages of a list of tools that are read to find the kind of a tool.
 MOST_PAGES = 100
 # Methods that only read, so a lost answer is asked for a second time.
@@ -225,6 +227,8 @@ class Relay:
         self._flying: dict[Id, Flying] = {} if flying is None else flying
         # The ids of the server's requests by ours.
         self._questions: dict[int, object] = {}
+        # The renewals of the conversation when they were asked.
+        self._renewals = 0
         self._numbers = count(1)
 
     def own(self) -> None:
@@ -441,6 +445,7 @@ class Relay:
         queries = self.upstream.queries
         method = queries.get(params.name)
         if method is None:
+            _make_room(queries)
             method = queries[params.name] = guarded(self.upstream, params.name)
         call = Call(
             method,
@@ -532,6 +537,7 @@ class Relay:
         methods = self.upstream.methods
         method = methods.get(tool)
         if method is None:
+            _make_room(methods)
             method = methods[tool] = forwarded(self.upstream, tool)
         return method
 
@@ -566,9 +572,10 @@ class Relay:
 
     async def answered(self, message: ClientAnswer) -> None:
         """Take the client's answer to a request of the server."""
-        if type(message.id) is not int or message.id not in self._questions:
+        questions = self._open_questions()
+        if type(message.id) is not int or message.id not in questions:
             return
-        theirs = encode(self._questions.pop(message.id))
+        theirs = encode(questions.pop(message.id))
         name = b"result" if message.error is UNSET else b"error"
         value = message.result if message.error is UNSET else message.error
         body = b"{}" if value is UNSET else bytes(value)
@@ -579,10 +586,17 @@ class Relay:
 
     # --- what the server sends --------------------------------------------------------------------
 
+    def _open_questions(self) -> dict[int, object]:
+        """Return the questions of the server. One that was started again has its own ids."""
+        if self._renewals != self.session.renewals:
+            self._renewals = self.session.renewals
+            self._questions.clear()
+        return self._questions
+
     def _asked(self, message: Arrived) -> None:
         """Pass a request of the server on, under an id of this relay."""
         id = next(self._numbers)
-        self._questions[id] = message.id
+        self._open_questions()[id] = message.id
         assert isinstance(message.method, str)
         self.outbox.put(request(id, message.method, message.params))
 
@@ -598,10 +612,11 @@ class Relay:
             if theirs is None:
                 return
             known = msgspec.json.decode(theirs)
-            ours = [id for id, question in self._questions.items() if question == known]
+            questions = self._open_questions()
+            ours = [id for id, question in questions.items() if question == known]
             if not ours:
                 return
-            del self._questions[ours[0]]
+            del questions[ours[0]]
             members["requestId"] = Raw(encode(ours[0]))
             params = raw_of(members)
         self.outbox.put(request(None, message.method, params))
@@ -618,6 +633,12 @@ def _named_revision(params: Raw | UnsetType) -> Revision | None:
         return REVISIONS.get(_decode_text(stated))
     except msgspec.DecodeError:
         return None
+
+
+def _make_room(methods: "dict[str, Method]") -> None:
+    """Forget the methods of tools if there are too many: clients may name any."""
+    if len(methods) >= MOST_METHODS:
+        methods.clear()
 
 
 async def cancel(requests: dict[Id, Flying], params: Raw | UnsetType) -> None:

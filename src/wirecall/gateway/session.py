@@ -145,6 +145,8 @@ class UpstreamSession:
         self.wishes = Wishes()
         # The clients whose calls are in flight, and what sends them messages.
         self.hearers: dict[Outbox, tuple[Session, Outlet]] = {}
+        # How often another server has taken the place of the one before.
+        self.renewals = 0
         # Called when another server has taken the place of the first: its lists may differ.
         self.on_renewed: Callable[[], None] = lambda: None
         # The stream on which a server of 2026-07-28 tells its changes. None: there is none.
@@ -457,6 +459,7 @@ class UpstreamSession:
     async def _renew(self) -> None:
         """Greet a server that was started again as its client greeted the first."""
         before = self.revision
+        self.renewals += 1
         self.link.revision = None
         await self._introduce(self._introduction)
         if self.revision is not before:
@@ -475,7 +478,8 @@ class UpstreamSession:
         self.wishes = wishes
         if wishes.level is not None:
             await self._repeat(LEVEL, wishes.level)
-        for params in wishes.subscriptions.values():
+        # A copy: clients may subscribe and unsubscribe in between.
+        for params in list(wishes.subscriptions.values()):
             await self._repeat(SUBSCRIBE, params)
 
     async def _repeat(self, method: str, params: Raw | UnsetType) -> None:

@@ -191,9 +191,10 @@ class PacedChild:
 
         try:
             await self.child.open(on_line, ended)
-        except NotSent as error:
+        except BaseException as error:
             self._forget()
-            self._starts.reason = str(error)
+            if isinstance(error, NotSent):
+                self._starts.reason = str(error)
             raise
 
     async def aclose(self) -> None:

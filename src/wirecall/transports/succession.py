@@ -21,7 +21,7 @@ the successor, then LEAVE from the predecessor. A successor whose predecessor ha
 
 import asyncio
 import os
-import select
+import selectors
 import signal
 import socket
 import subprocess
@@ -340,5 +340,9 @@ class Succession:
 
 def wait_for(words: list[socket.socket], seconds: float) -> None:
     """Wait until one of the sockets is readable."""
-    with suppress(OSError, ValueError):  # one of them was closed
-        select.select(words, [], [], seconds)
+    # Not `select`: it takes no file above 1023, and a busy server has such files.
+    with selectors.DefaultSelector() as ready:
+        for each in words:
+            with suppress(OSError, ValueError):  # it was closed
+                ready.register(each, selectors.EVENT_READ)
+        ready.select(seconds)

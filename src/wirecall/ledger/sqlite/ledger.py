@@ -42,6 +42,7 @@ from typing import Any, TypeAlias, TypeVar
 import apsw
 from msgspec import Struct
 
+from wirecall.aio import clock_from_boot
 from wirecall.errors import UsageError
 from wirecall.ledger.base import (
     ALL,
@@ -901,13 +902,6 @@ def _holds(claim: Claim, record: Record) -> bool:
 
 def _parts(outcome: Outcome) -> dict[str, Any]:
     return {"kind": outcome.kind, "payload": outcome.payload, "digest": outcome.digest}
-
-
-def clock_from_boot() -> Callable[[], float]:
-    number = getattr(time, "CLOCK_BOOTTIME", None)
-    if number is None:
-        return time.monotonic
-    return partial(time.clock_gettime, number)
 
 
 def _boot_id() -> bytes:
