@@ -40,7 +40,6 @@ from wirecall.errors import (
     InternalError,
     InvalidParams,
     KeyInProgress,
-    KeyRequired,
     NotCapable,
     RpcError,
     ToolError,
@@ -55,7 +54,7 @@ from wirecall.mcp.server.batch_tool import (
     is_destructive,
     read_form,
 )
-from wirecall.mcp.server.calls import CallResult, Calls, batch_identity
+from wirecall.mcp.server.calls import CallResult, Calls, batch_identity, key_required
 from wirecall.mcp.server.catalog import is_structured
 from wirecall.mcp.server.messages import error_object
 from wirecall.mcp.server.peer import (
@@ -147,6 +146,8 @@ class Entry(Struct, eq=False):
     sent: Raw = _NO_ARGUMENTS
     # The key that came with the entry.
     own_key: str | None = None
+    # The fingerprint of the arguments, if it is known from the search for the key.
+    digest: bytes | None = None
     links: Links = NO_LINKS
     error: RpcError | None = None
 
@@ -293,7 +294,10 @@ class BatchRun:
                 entry.links = _links_of(entry.method, refs, tuple(sent.after or ()))
             if entry.method.is_command:
                 beside = UNSET if sent.idempotency_key is None else sent.idempotency_key
-                entry.own_key, _ = identify(entry.sent, beside)
+                place = entry.method.key_place
+                entry.own_key, digest = identify(entry.sent, beside, place=place)
+                if entry.arguments is entry.sent:
+                    entry.digest = digest
         except RpcError as error:
             entry.error = error
         return entry
@@ -441,8 +445,10 @@ class BatchRun:
         """Return the fingerprint of the arguments of an entry, as R9 defines it."""
         entry = self._entries[position]
         planned = self._plan[position]
+        assert entry.method is not None
         targets = [self._call_digest(source) for source in planned.sources]
-        return reference_digest(fingerprint(entry.arguments), planned.links.refs, targets)
+        own = fingerprint(entry.arguments, entry.method.key_place)
+        return reference_digest(own, planned.links.refs, targets)
 
     def _call_digest(self, position: int) -> bytes:
         entry = self._entries[position]
@@ -501,7 +507,7 @@ class BatchRun:
             batch=self._call.ids.call_id,
             key=key,
             keyless=method.is_command and method.key != "off",
-            digest=digest,
+            digest=digest or entry.digest,
             record=f"tools/call:{method.record}",
             peer=peer,
             shape=self._calls.shape(method),
@@ -536,11 +542,7 @@ class BatchRun:
         if self._key is not None:
             return check_key(f"{self._key}/{entry.id}")
         if method.key in ("required", "ask"):
-            raise KeyRequired(
-                f"{method.tool_name} needs an idempotency_key: "
-                "one value per intent, the same on every retry",
-                ran="no",
-            )
+            raise key_required(method)
         # Another entry may ask, and the next round must find what this one has done.
         if method.key == "off" and self._peer.session.revision.is_stateless:
             return os.urandom(16).hex()
