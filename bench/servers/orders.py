@@ -67,9 +67,15 @@ def count(number: int) -> int:
     return number
 
 
+def put(number: int) -> int:
+    """A command that does not wait, to compare the costs of an entry."""
+    return number
+
+
 for tool in (price, find_order, receipt, slow, count):
     ours.query(tool)
 ours.command(key="auto", destructive=False)(charge)
+ours.command(key="auto", destructive=False)(put)
 
 
 def fastmcp(port: int) -> None:

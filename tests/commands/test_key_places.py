@@ -9,7 +9,8 @@ import pytest
 from msgspec import Raw
 
 from tests.calls import call, error, result
-from wirecall import App, Router, ToolAnnotations, UsageError, connect
+from tests.mcp.asgi import R2, over_http, request
+from wirecall import App, BatchTool, Router, ToolAnnotations, UsageError, connect
 from wirecall.contract.generate import generated
 from wirecall.contract.lock import of_app
 from wirecall.errors import InvalidParams, KeyConflict, KeyInvalid, KeyRequired
@@ -274,3 +275,73 @@ def test_key_place_keeps_a_declared_parameter_in_a_generated_client(protocol: st
 async def test_key_place_may_be_empty_in_a_declared_parameter(meta: dict[str, str]) -> None:
     app = declaring_app()
     assert result(await app.handle(call("plain", {"meta": meta}, key="k-1"))) is None
+
+
+async def tool_batch(app: App, *calls: dict[str, Any]) -> list[dict[str, Any]]:
+    """Call the batch tool, and return the answers of its entries."""
+    async with connect(app, protocol="mcp") as client:
+        answer = await client.call_tool("batch", {"calls": list(calls)}, key=False)
+        found: list[dict[str, Any]] = answer.structured["results"]
+        return found
+
+
+async def test_key_place_makes_two_entries_of_the_batch_tool_one_command() -> None:
+    paid: list[int] = []
+    app = shop(paid, batch_tool=BatchTool(tools="all", destructive="allow"))
+    for agent in ("one", "two"):
+        meta = {"idempotency-key": "k-1", "agent": agent}
+        [found] = await tool_batch(app, {"tool": "charge", "arguments": {"cents": 5, "meta": meta}})
+        assert found["result"] == 1
+    assert found["replayed"]
+    async with connect(app, protocol="mcp") as client:
+        alone = {"cents": 5, "meta": {"idempotency-key": "k-1"}}
+        assert (await client.call_tool("charge", alone, key=False)).text == "1"
+    assert paid == [5]
+
+
+async def test_key_place_of_an_entry_with_references_does_not_count_in_its_fingerprint() -> None:
+    paid: list[int] = []
+    app = shop(paid, batch_tool=BatchTool(tools="all", destructive="allow"))
+    for agent in ("one", "two"):
+        meta = {"idempotency-key": "k-1", "agent": agent}
+        _, found = await tool_batch(
+            app,
+            {"id": "sum", "tool": "balance"},
+            {"tool": "charge", "arguments": {"cents": {"$ref": "sum#"}, "meta": meta}},
+        )
+        assert found["ok"], found
+    assert found["replayed"]
+    assert paid == [0]
+
+
+async def test_key_place_is_named_in_the_error_of_an_entry() -> None:
+    app = shop([], batch_tool=BatchTool(tools="all", destructive="allow"))
+    keyed = {"cents": 5, "meta": {"idempotency_key": "k-1"}}
+    refused, done = await tool_batch(
+        app,
+        {"tool": "refund", "arguments": {"cents": 5}},
+        {"tool": "refund", "arguments": keyed},
+    )
+    assert refused["error"]["data"]["type"] == "idempotency_key_required"
+    assert "meta.idempotency_key" in refused["error"]["data"]["reason"]
+    assert done["ok"]
+
+
+async def test_key_place_of_an_array_entry_with_references_does_not_count() -> None:
+    """In the arrays of MCP 2025-03-26, as in those of JSON-RPC."""
+    paid: list[int] = []
+    app = shop(paid, references=True)
+    async with over_http(app, R2) as client:
+        for agent in ("one", "two"):
+            meta = {"idempotency-key": "k-1", "agent": agent}
+            refs = {"/arguments/cents": {"id": 1, "path": "/structuredContent"}}
+            params = {
+                "name": "charge",
+                "arguments": {"meta": meta},
+                "_meta": {"io.wirecall/refs": refs},
+            }
+            balance = request("tools/call", {"name": "balance"}, 1)
+            sent = await client.post([balance, request("tools/call", params, 2)]).started()
+            _, found = await sent.json()
+            assert not found["result"].get("isError"), found
+    assert paid == [0]

@@ -16,6 +16,7 @@ from wirecall.mcp.server.catalog import Catalog
 from wirecall.mcp.server.messages import Incoming
 from wirecall.mcp.server.peer import Linked
 from wirecall.mcp.types import AFTER_META, ERROR_META, REFS_META, CallTool
+from wirecall.protocol.keys import KeyPlace
 from wirecall.protocol.messages import Envelope, Id, Json, JsonObject
 from wirecall.server.linking import Outcomes, scope_fault
 from wirecall.server.policy import fingerprint, identify
@@ -156,11 +157,21 @@ class ArrayLinks:
         entry = self._entries[position]
         assert isinstance(entry, Envelope)
         sent = entry.params
+        place: KeyPlace | None = None
         if entry.method == "tools/call" and sent is not UNSET:
-            sent = _decode_call(sent).arguments
+            call = _decode_call(sent)
+            sent = call.arguments
+            place = self._key_place(call)
         planned = self._plan[position]
         targets = [self._call_digest(source) for source in planned.sources]
-        return reference_digest(fingerprint(sent), planned.links.refs, targets)
+        return reference_digest(fingerprint(sent, place), planned.links.refs, targets)
+
+    def _key_place(self, call: CallTool) -> KeyPlace | None:
+        """Return where the tool of a call has its key, besides the usual places."""
+        tool = self._catalog.registry.called.get(call.name)
+        if tool is None:
+            return None
+        return tool.key_place
 
     def _call_digest(self, position: int) -> bytes:
         entry = self._entries[position]
@@ -171,7 +182,8 @@ class ArrayLinks:
             call = _decode_call(entry.params)
             name = f"tools/call:{call.name}"
             meta = UNSET if call.meta is UNSET else call.meta.key
-            key, _ = identify(call.arguments, meta, call.idempotency_key, call.key)
+            place = self._key_place(call)
+            key, _ = identify(call.arguments, meta, call.idempotency_key, call.key, place=place)
         return call_digest(name, key, self._digest(position))
 
 

@@ -144,7 +144,7 @@ class Calls:
                         place=method.key_place,
                     )
                     if key is None and method.key in ("required", "ask"):
-                        raise _key_required(method)
+                        raise key_required(method)
                 # Step 2: the call, or the task that it becomes.
                 if is_task:
                     result, marks = await self.task_runner.call(
@@ -428,7 +428,8 @@ def batch_identity(peer: Peer, arguments: Raw) -> tuple[str | None, bytes | None
     return identify(arguments, meta, params.idempotency_key, params.key, header)
 
 
-def _key_required(method: Method) -> KeyRequired:
+def key_required(method: Method) -> KeyRequired:
+    """Return the error of a call without the key that its command needs."""
     needed = "an idempotency_key"
     if method.key_place is not None:
         needed = method.key_place.shown
