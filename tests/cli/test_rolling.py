@@ -19,6 +19,7 @@ import pytest
 from tests.balancer import PATIENCE, Balancer, Connection, connect
 from tests.calls import call, read
 from tests.ports import free_port
+from tests.servers import Store
 from tests.size import sized
 from wirecall import connect as connect_client
 from wirecall.mcp.client.inbox import Change
@@ -41,22 +42,30 @@ async def take(order: str) -> str:
 # Clients that call at the same time, and how often each server is replaced.
 CLIENTS = 8
 ROUNDS = sized(small=1, full=4)
-CASES = [("granian", 2), ("uvicorn", 1), ("granian", 1), ("uvicorn", 2), ("granian-asgi", 2)]
+CASES = [
+    ("granian", 2, "postgres"),
+    ("uvicorn", 1, "sqlite"),
+    ("granian", 1, "redis"),
+    ("uvicorn", 2, "cluster"),
+    ("granian-asgi", 2, "postgres"),
+]
+STORES = sized(small=["sqlite"], full=["sqlite", "redis", "cluster", "postgres"])
 PRODUCTION = {"WIRECALL_MODE": "production", "WIRECALL_SECRET": "0123456789abcdef" * 4}
 
 
 class Server:
     """`wirecall serve` on one port, and its successors there."""
 
-    def __init__(self, folder: Path, port: int, *words: str) -> None:
+    def __init__(self, folder: Path, port: int, *words: str, ledger: str) -> None:
         self.port = port
         self._folder = folder
+        self._ledger = ledger
         self._words = words
         self._process: Process | None = None
 
     async def start(self) -> None:
         words = ["-m", "wirecall", "serve", "effects.py", "--http", f"127.0.0.1:{self.port}"]
-        words += ["--ledger", "sqlite:ledger.db", "--grace", "20s", *self._words]
+        words += ["--ledger", self._ledger, "--grace", "20s", *self._words]
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, *words, cwd=self._folder, env={**os.environ, **PRODUCTION}
         )
@@ -83,10 +92,10 @@ class Server:
 
 @asynccontextmanager
 async def servers(
-    folder: Path, count: int, *words: str, app: str = APP
+    folder: Path, count: int, *words: str, app: str = APP, ledger: str = "sqlite:ledger.db"
 ) -> AsyncIterator[list[Server]]:
     (folder / "effects.py").write_text(app)
-    started = [Server(folder, free_port(), *words) for _ in range(count)]
+    started = [Server(folder, free_port(), *words, ledger=ledger) for _ in range(count)]
     try:
         for each in started:
             await each.start()
@@ -120,12 +129,14 @@ async def replace(server: Server, balancer: Balancer) -> None:
     await balancer.until(server.port, is_ready=True)
 
 
-@pytest.mark.parametrize(("kind", "workers"), sized(small=CASES[:2], full=CASES))
+@pytest.mark.parametrize(
+    ("kind", "workers", "store"), sized(small=CASES[:2], full=CASES), indirect=["store"]
+)
 async def test_servers_are_replaced_without_an_error(
-    kind: str, workers: int, tmp_path: Path
+    kind: str, workers: int, store: Store, tmp_path: Path
 ) -> None:
     words = ["--server", kind, "--workers", str(workers), "--drain", "1s"]
-    async with servers(tmp_path, 2, *words) as both:
+    async with servers(tmp_path, 2, *words, ledger=store.url) as both:
         balancer = Balancer([each.port for each in both])
         stop = asyncio.Event()
         async with balancer.watching(), asyncio.TaskGroup() as group:
@@ -263,10 +274,14 @@ async def insist(balancer: Balancer, order: str) -> str:
             return ran
 
 
-async def test_servers_are_killed_and_replaced_without_a_doubled_effect(tmp_path: Path) -> None:
+@pytest.mark.parametrize("store", STORES, indirect=True)
+async def test_servers_are_killed_and_replaced_without_a_doubled_effect(
+    store: Store, tmp_path: Path
+) -> None:
     """Every answer tells the truth: `yes` is one effect, and `unknown` at most one."""
     words = ["--workers", "1", "--drain", "1s"]
-    async with servers(tmp_path, 2, *words, app=APP.replace(*LEASE_OF_KILLED)) as both:
+    app = APP.replace(*LEASE_OF_KILLED)
+    async with servers(tmp_path, 2, *words, app=app, ledger=store.url) as both:
         balancer = Balancer([each.port for each in both])
         stop = asyncio.Event()
         async with balancer.watching(), asyncio.TaskGroup() as group:

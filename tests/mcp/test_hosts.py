@@ -20,13 +20,16 @@ import pytest
 
 from tests.cli import ROOT
 from tests.mcp.hosts import COUNT, PATIENCE, THING, Host, newest, tool
-from tests.servers import Postgres, Redis
+from tests.servers import Postgres, Redis, RedisCluster
+from tests.size import sized
 
 _numbers = count(1)
 
 # The kinds of ledger that several hosts can share; and the one that several processes of a host,
 # each with its own folder for temporary files, can share.
-SHARED = ("postgres", "redis", "sqlite")
+SHARED = sized(
+    small=("postgres", "redis", "sqlite"), full=("postgres", "redis", "cluster", "sqlite")
+)
 TRANSACTIONAL = ("postgres", "sqlite")
 
 
@@ -54,6 +57,9 @@ def hosts(
     elif kind == "redis":
         redis: Redis = request.getfixturevalue("redis_server")
         url = f"{redis.url}?prefix=hosts{next(_numbers)}:"
+    elif kind == "cluster":
+        cluster: RedisCluster = request.getfixturevalue("cluster_server")
+        url = f"{cluster.url}?prefix=hosts{next(_numbers)}:"
     else:
         with closing(apsw.Connection(f"{folder}/ledger.db")) as file:
             file.execute("CREATE TABLE bookings (account text)")
@@ -388,7 +394,7 @@ def test_hosts_count_calls_together_in_redis(hosts: Hosts) -> None:
     """`RateLimit` counts."""
     answers = [host.call("limited") for host in hosts]
     admitted = sum(answer.get("result") == "admitted" for answer in answers)
-    if hosts.kind == "redis":
+    if hosts.kind in ("redis", "cluster"):
         assert admitted == 2
     else:
         assert admitted == COUNT
