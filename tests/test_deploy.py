@@ -299,16 +299,17 @@ def test_compose_migrates_before_each_start(
     assert checked.returncode == 0, checked.stdout
 
 
-def test_images_can_be_named_by_their_digests(compose: dict[str, Any]) -> None:
-    """Each base image is an argument. None is named by `latest`, or without a version."""
+def test_base_images_are_named_by_version_and_digest(compose: dict[str, Any]) -> None:
+    """Each is also an argument, so that a newer one can be tried."""
     lines = text_of("Dockerfile").splitlines()
     froms = [line.split()[1] for line in lines if line.startswith("FROM ")]
     assert set(froms) == {"${PYTHON_IMAGE}"}
     arguments = compose["services"]["app"]["build"]["args"]
-    assert f"ARG PYTHON_IMAGE={default_of(arguments['PYTHON_IMAGE'])}" in lines
-    for name in ("db", "proxy"):
-        image, _, version = default_of(compose["services"][name]["image"]).partition(":")
-        assert image and version not in ("", "latest")
+    python = default_of(arguments["PYTHON_IMAGE"])
+    assert f"ARG PYTHON_IMAGE={python}" in lines
+    images = [default_of(compose["services"][name]["image"]) for name in ("db", "proxy")]
+    for image in (python, *images):
+        assert re.fullmatch(r"[a-z]+:\d[\w.-]*@sha256:[0-9a-f]{64}", image), image
 
 
 def default_of(value: str) -> str:
