@@ -19,7 +19,7 @@ from tests.gateway.fronts import Client, introduction, message_of, wrapped
 from wirecall.errors import BadAnswer
 from wirecall.gateway import fronts, gateway, relay
 from wirecall.gateway.fronts import read_list
-from wirecall.gateway.session import UpstreamSession
+from wirecall.gateway.session import UpstreamSession, Wishes
 from wirecall.gateway.upstream import Origin, PacedChild, Starts, Upstream
 from wirecall.mcp.revisions import HANDSHAKE
 from wirecall.mcp.server.peer import Session
@@ -203,6 +203,25 @@ async def test_session_that_makes_room_for_another_keeps_its_subscriptions(
         each for each in talks(owned, "bank") if "note:1" in each.wishes.subscriptions
     ]
     await until(lambda: len(owned.gateway.upstreams["bank"].children) == 1)
+
+
+async def test_session_may_end_while_its_next_server_gets_its_subscriptions(
+    owned: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wishes = Wishes()
+    wishes.subscriptions["a"] = Raw(b"{}")
+    gate = owned.gateway
+    upstream = gate.upstreams["bank"]
+    session = Session(HANDSHAKE[-1])
+    key = ("bank", gate._unit(upstream, "ann", session))
+    gate._wishes[key] = wishes
+
+    async def repeat(_conversation: UpstreamSession, _wishes: object) -> None:
+        gate._wishes.clear()
+
+    monkeypatch.setattr(UpstreamSession, "repeat", repeat)
+    async with gate.conversation(upstream, "ann", session) as conversation:
+        assert conversation.is_busy
 
 
 async def test_subscription_may_end_while_the_next_server_gets_them() -> None:

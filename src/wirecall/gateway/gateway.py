@@ -316,7 +316,7 @@ class Gateway(App):
             )
             if key in self._wishes:
                 await conversation.repeat(self._wishes[key])
-                del self._wishes[key]
+                self._wishes.pop(key, None)  # its session may have ended in between
             if key in self._levels:
                 await conversation.want_level(self._levels[key])
             if not self.has_singles(upstream):
