@@ -430,6 +430,27 @@ async def test_page_of_a_call_without_its_worker_has_no_log_records(
     assert (await collector.call(id))["lines"] == []
 
 
+@pytest.mark.parametrize(
+    ("error", "kind"), [(UsageError("old tables"), "ledger_down"), (KeyError("x"), "failed")]
+)
+async def test_worker_that_fails_to_answer_is_not_taken_for_dead(
+    server: Server,
+    collector: Collector,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    kind: str,
+) -> None:
+    async def ledger() -> None:
+        raise error
+
+    for app in server.apps:
+        monkeypatch.setattr(app, "ledger", ledger)
+    with pytest.raises(Refusal) as refused:
+        await collector.ledger()
+    assert refused.value.document["error"]["type"] == kind
+    assert len(collector.workers.alive()) == 2
+
+
 # --- the role "look" ------------------------------------------------------------------------------
 
 
