@@ -241,6 +241,21 @@ async def test_subscription_may_end_while_the_next_server_gets_them() -> None:
     assert asked == ["resources/subscribe"] * 2 and not wishes.subscriptions.get("b")
 
 
+async def test_lists_and_levels_of_sessions_that_are_not_ended_are_limited(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway, "MOST_LISTS", 3)
+    monkeypatch.setattr(gateway, "MOST_LEVELS", 3)
+    gate = bench.gateway
+    gate._lists = {("bank", f"session {number}", "tools"): [] for number in range(3)}
+    gate._levels = {("bank", f"session {number}"): "error" for number in range(3)}
+    session = Session(HANDSHAKE[-1])
+    await gate.entries(gate.upstreams["bank"], "tools", "", session)
+    await gate.want_level(gate.upstreams["bank"], "", session, "debug")
+    assert next(iter(gate._lists)) == ("bank", "session 1", "tools") and len(gate._lists) == 3
+    assert next(iter(gate._levels)) == ("bank", "session 1") and len(gate._levels) == 3
+
+
 # --- questions ------------------------------------------------------------------------------------
 
 
