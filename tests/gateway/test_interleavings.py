@@ -64,11 +64,11 @@ def owned_lists(bench: Bench) -> list[tuple[str, str, str]]:
     return [key for key in bench.gateway._lists if key[1] != "session "]
 
 
-async def end(bench: Bench, session: str) -> None:
+async def end(bench: Bench, session: str, path: str = "/mcp") -> None:
     headers = {**BOTH, "Mcp-Session-Id": session}
     async with (
         aiohttp.ClientSession(headers=headers) as http,
-        http.delete(f"{bench.url}/mcp") as answer,
+        http.delete(f"{bench.url}{path}") as answer,
     ):
         assert answer.status < 300
 
@@ -222,6 +222,23 @@ async def test_session_may_end_while_its_next_server_gets_its_subscriptions(
     monkeypatch.setattr(UpstreamSession, "repeat", repeat)
     async with gate.conversation(upstream, "ann", session) as conversation:
         assert conversation.is_busy
+
+
+async def test_subscriptions_of_a_session_with_its_own_server_are_counted(owned: Bench) -> None:
+    session = await opened(owned, "/mcp/bank")
+    held = owned.gateway._fronts["/mcp/bank"].subscribed._held
+
+    async def ask(method: str) -> None:
+        answer, _ = await owned.post("/mcp/bank", message_of(method, {"uri": "note:1"}, 2), session)
+        assert answer["result"] == {}
+
+    await ask("resources/subscribe")
+    assert sum(held.values()) > 0
+    await ask("resources/unsubscribe")
+    assert not held
+    await ask("resources/subscribe")
+    await end(owned, session, "/mcp/bank")
+    assert not held
 
 
 async def test_subscription_may_end_while_the_next_server_gets_them() -> None:
