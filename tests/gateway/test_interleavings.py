@@ -14,13 +14,13 @@ from msgspec import Raw
 
 from tests.client.conftest import nothing_is_left as nothing_is_left
 from tests.client.peers import until
-from tests.gateway.bench import BOTH, Bench
+from tests.gateway.bench import BOTH, Bench, Held
 from tests.gateway.fronts import Client, introduction, message_of, wrapped
 from wirecall.errors import BadAnswer
 from wirecall.gateway import fronts, gateway, relay
 from wirecall.gateway.fronts import read_list
 from wirecall.gateway.session import UpstreamSession, Wishes
-from wirecall.gateway.upstream import Origin, PacedChild, Starts, Upstream
+from wirecall.gateway.upstream import LINK_TIME, STARTS, Origin, PacedChild, Starts, Upstream
 from wirecall.mcp.revisions import HANDSHAKE
 from wirecall.mcp.server.peer import Session
 from wirecall.protocol.messages import Arrived
@@ -345,6 +345,38 @@ async def test_process_whose_start_is_cancelled_is_not_among_those_that_run() ->
     opening.cancel()
     await asyncio.wait([opening])
     assert running == []
+
+
+async def test_starts_for_many_sessions_at_once_do_not_count_as_crashes() -> None:
+    """A server may take seconds until it is greeted. Children that have ended count."""
+
+    class Quick:
+        write = None
+
+        async def open(self, *_: object) -> None:
+            return
+
+        async def aclose(self) -> None:
+            return
+
+    clock = Held()
+    starts = Starts(clock)
+    running: list[Any] = []
+    paced: list[PacedChild] = []
+    for _ in range(2 * STARTS):
+        clock.move(starts.pause())
+        quick: Any = Quick()
+        paced.append(PacedChild(quick, starts, running))
+        await paced[-1].open(lambda _line: None, lambda _error: None)
+    assert clock.now < 1002.0
+    starts.fresh += starts.fresh * 2  # a crowd
+    starts._times.extend([clock.now] * len(starts.fresh))
+    assert starts.pause() > LINK_TIME
+    del starts.fresh[2 * STARTS :]
+    starts.welcome()
+    for each in paced[1:]:
+        await each.aclose()
+    assert starts.pause() > LINK_TIME
 
 
 # --- names ----------------------------------------------------------------------------------------
