@@ -16,7 +16,7 @@ from tests.client.conftest import nothing_is_left as nothing_is_left
 from tests.client.peers import until
 from tests.gateway.bench import BOTH, Bench, Held
 from tests.gateway.fronts import Client, introduction, message_of, wrapped
-from wirecall.errors import BadAnswer
+from wirecall.errors import BadAnswer, RpcError
 from wirecall.gateway import fronts, gateway, relay
 from wirecall.gateway.fronts import read_list
 from wirecall.gateway.session import UpstreamSession, Wishes
@@ -239,6 +239,31 @@ async def test_subscriptions_of_a_session_with_its_own_server_are_counted(owned:
     await ask("resources/subscribe")
     await end(owned, session, "/mcp/bank")
     assert not held
+
+
+async def test_subscription_that_is_refused_is_refused_to_each_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    conversation = UpstreamSession(Upstream(Origin(name="bank", command=["bank"])))
+    asked: list[str] = []
+    go = asyncio.Event()
+
+    async def nothing() -> None:
+        return
+
+    async def ask(method: str, _params: object) -> None:
+        asked.append(method)
+        await go.wait()
+        raise RpcError(-32602, "no such resource")
+
+    monkeypatch.setattr(conversation, "ready", nothing)
+    monkeypatch.setattr(conversation, "ask", ask)
+    watching = [asyncio.create_task(conversation.watch("a")) for _ in range(2)]
+    await until(lambda: len(asked) == 2)
+    go.set()
+    found = await asyncio.gather(*watching, return_exceptions=True)
+    assert all(isinstance(each, RpcError) for each in found)
+    assert not conversation.wishes.watched and not conversation.wishes.subscriptions
 
 
 async def test_subscription_may_end_while_the_next_server_gets_them() -> None:
