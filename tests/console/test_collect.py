@@ -20,8 +20,9 @@ from wirecall.console.calls import SENT
 from wirecall.console.collect import Collector
 from wirecall.console.conflicts import NO_BODY, NO_RECORD, SECRET
 from wirecall.console.lines import Line
-from wirecall.console.listener import open_listener
+from wirecall.console.listener import _for_role, open_listener, shortened
 from wirecall.console.metrics import LABELS, METRICS, MetricsListener, render
+from wirecall.console.signin import Session
 from wirecall.console.source import FeedEvent, ListenerSettings, NotFound, Refusal
 from wirecall.console.tap import Tap
 from wirecall.console.worker import Gone, Served, WorkerLink, describe, links_in
@@ -430,6 +431,27 @@ async def test_page_of_a_call_without_its_worker_has_no_log_records(
     assert (await collector.call(id))["lines"] == []
 
 
+@pytest.mark.parametrize(
+    ("error", "kind"), [(UsageError("old tables"), "ledger_down"), (KeyError("x"), "failed")]
+)
+async def test_worker_that_fails_to_answer_is_not_taken_for_dead(
+    server: Server,
+    collector: Collector,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    kind: str,
+) -> None:
+    async def ledger() -> None:
+        raise error
+
+    for app in server.apps:
+        monkeypatch.setattr(app, "ledger", ledger)
+    with pytest.raises(Refusal) as refused:
+        await collector.ledger()
+    assert refused.value.document["error"]["type"] == kind
+    assert len(collector.workers.alive()) == 2
+
+
 # --- the role "look" ------------------------------------------------------------------------------
 
 
@@ -485,3 +507,14 @@ async def test_console_readonly_hides_keys_in_log_records(
     shown = json.dumps(await listener._document(f"/calls/{row['id']}", {}, opened.session))
     assert "charge failed, key a-l" in shown and key not in shown
     await listener.aclose()
+
+
+def test_export_for_the_role_look_has_nothing_of_a_torn_line() -> None:
+    session = Session("a", "look", b"", b"", 0.0)
+    lines = b'{"key":"a-long-key-1","n":1}\n{"key":"a-long-ke'
+    shown = _for_role(lines, session).splitlines()
+    assert [json.loads(line) for line in shown] == [
+        {"key": "a-l…y-1", "n": 1},
+        {"unreadable": 17},
+    ]
+    assert shortened({"unreadable": lines.decode()[-17:]}) == {"unreadable": '{"k…-ke'}

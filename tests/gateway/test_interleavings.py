@@ -14,13 +14,13 @@ from msgspec import Raw
 
 from tests.client.conftest import nothing_is_left as nothing_is_left
 from tests.client.peers import until
-from tests.gateway.bench import BOTH, Bench
+from tests.gateway.bench import BOTH, Bench, Held
 from tests.gateway.fronts import Client, introduction, message_of, wrapped
-from wirecall.errors import BadAnswer
+from wirecall.errors import BadAnswer, RpcError
 from wirecall.gateway import fronts, gateway, relay
 from wirecall.gateway.fronts import read_list
-from wirecall.gateway.session import UpstreamSession
-from wirecall.gateway.upstream import Origin, PacedChild, Starts, Upstream
+from wirecall.gateway.session import UpstreamSession, Wishes
+from wirecall.gateway.upstream import LINK_TIME, STARTS, Origin, PacedChild, Starts, Upstream
 from wirecall.mcp.revisions import HANDSHAKE
 from wirecall.mcp.server.peer import Session
 from wirecall.protocol.messages import Arrived
@@ -64,11 +64,11 @@ def owned_lists(bench: Bench) -> list[tuple[str, str, str]]:
     return [key for key in bench.gateway._lists if key[1] != "session "]
 
 
-async def end(bench: Bench, session: str) -> None:
+async def end(bench: Bench, session: str, path: str = "/mcp") -> None:
     headers = {**BOTH, "Mcp-Session-Id": session}
     async with (
         aiohttp.ClientSession(headers=headers) as http,
-        http.delete(f"{bench.url}/mcp") as answer,
+        http.delete(f"{bench.url}{path}") as answer,
     ):
         assert answer.status < 300
 
@@ -205,6 +205,67 @@ async def test_session_that_makes_room_for_another_keeps_its_subscriptions(
     await until(lambda: len(owned.gateway.upstreams["bank"].children) == 1)
 
 
+async def test_session_may_end_while_its_next_server_gets_its_subscriptions(
+    owned: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wishes = Wishes()
+    wishes.subscriptions["a"] = Raw(b"{}")
+    gate = owned.gateway
+    upstream = gate.upstreams["bank"]
+    session = Session(HANDSHAKE[-1])
+    key = ("bank", gate._unit(upstream, "ann", session))
+    gate._wishes[key] = wishes
+
+    async def repeat(_conversation: UpstreamSession, _wishes: object) -> None:
+        gate._wishes.clear()
+
+    monkeypatch.setattr(UpstreamSession, "repeat", repeat)
+    async with gate.conversation(upstream, "ann", session) as conversation:
+        assert conversation.is_busy
+
+
+async def test_subscriptions_of_a_session_with_its_own_server_are_counted(owned: Bench) -> None:
+    session = await opened(owned, "/mcp/bank")
+    held = owned.gateway._fronts["/mcp/bank"].subscribed._held
+
+    async def ask(method: str) -> None:
+        answer, _ = await owned.post("/mcp/bank", message_of(method, {"uri": "note:1"}, 2), session)
+        assert answer["result"] == {}
+
+    await ask("resources/subscribe")
+    assert sum(held.values()) > 0
+    await ask("resources/unsubscribe")
+    assert not held
+    await ask("resources/subscribe")
+    await end(owned, session, "/mcp/bank")
+    assert not held
+
+
+async def test_subscription_that_is_refused_is_refused_to_each_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    conversation = UpstreamSession(Upstream(Origin(name="bank", command=["bank"])))
+    asked: list[str] = []
+    go = asyncio.Event()
+
+    async def nothing() -> None:
+        return
+
+    async def ask(method: str, _params: object) -> None:
+        asked.append(method)
+        await go.wait()
+        raise RpcError(-32602, "no such resource")
+
+    monkeypatch.setattr(conversation, "ready", nothing)
+    monkeypatch.setattr(conversation, "ask", ask)
+    watching = [asyncio.create_task(conversation.watch("a")) for _ in range(2)]
+    await until(lambda: len(asked) == 2)
+    go.set()
+    found = await asyncio.gather(*watching, return_exceptions=True)
+    assert all(isinstance(each, RpcError) for each in found)
+    assert not conversation.wishes.watched and not conversation.wishes.subscriptions
+
+
 async def test_subscription_may_end_while_the_next_server_gets_them() -> None:
     conversation = UpstreamSession(Upstream(Origin(name="bank", command=["bank"])))
     wishes = conversation.wishes
@@ -220,6 +281,21 @@ async def test_subscription_may_end_while_the_next_server_gets_them() -> None:
     conversation._repeat = ask  # type: ignore[method-assign]
     await conversation.repeat(wishes)
     assert asked == ["resources/subscribe"] * 2 and not wishes.subscriptions.get("b")
+
+
+async def test_lists_and_levels_of_sessions_that_are_not_ended_are_limited(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway, "MOST_LISTS", 3)
+    monkeypatch.setattr(gateway, "MOST_LEVELS", 3)
+    gate = bench.gateway
+    gate._lists = {("bank", f"session {number}", "tools"): [] for number in range(3)}
+    gate._levels = {("bank", f"session {number}"): "error" for number in range(3)}
+    session = Session(HANDSHAKE[-1])
+    await gate.entries(gate.upstreams["bank"], "tools", "", session)
+    await gate.want_level(gate.upstreams["bank"], "", session, "debug")
+    assert next(iter(gate._lists)) == ("bank", "session 1", "tools") and len(gate._lists) == 3
+    assert next(iter(gate._levels)) == ("bank", "session 1") and len(gate._levels) == 3
 
 
 # --- questions ------------------------------------------------------------------------------------
@@ -294,6 +370,38 @@ async def test_process_whose_start_is_cancelled_is_not_among_those_that_run() ->
     opening.cancel()
     await asyncio.wait([opening])
     assert running == []
+
+
+async def test_starts_for_many_sessions_at_once_do_not_count_as_crashes() -> None:
+    """A server may take seconds until it is greeted. Children that have ended count."""
+
+    class Quick:
+        write = None
+
+        async def open(self, *_: object) -> None:
+            return
+
+        async def aclose(self) -> None:
+            return
+
+    clock = Held()
+    starts = Starts(clock)
+    running: list[Any] = []
+    paced: list[PacedChild] = []
+    for _ in range(2 * STARTS):
+        clock.move(starts.pause())
+        quick: Any = Quick()
+        paced.append(PacedChild(quick, starts, running))
+        await paced[-1].open(lambda _line: None, lambda _error: None)
+    assert clock.now < 1002.0
+    starts.fresh += starts.fresh * 2  # a crowd
+    starts._times.extend([clock.now] * len(starts.fresh))
+    assert starts.pause() > LINK_TIME
+    del starts.fresh[2 * STARTS :]
+    starts.welcome()
+    for each in paced[1:]:
+        await each.aclose()
+    assert starts.pause() > LINK_TIME
 
 
 # --- names ----------------------------------------------------------------------------------------

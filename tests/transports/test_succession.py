@@ -2,13 +2,27 @@
 
 import os
 import resource
+import signal
 import socket
+import sys
+import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from wirecall.transports.succession import wait_for
+from wirecall.transports import succession
+from wirecall.transports.succession import (
+    KEEPER_VARIABLE,
+    VARIABLE,
+    Handover,
+    Plan,
+    Succession,
+    Successor,
+    note_failure,
+    read_plan,
+    wait_for,
+)
 
 # `select` takes no file from this number on.
 HIGH = 1024
@@ -44,3 +58,49 @@ def test_wait_for_ignores_a_closed_socket() -> None:
     with theirs:
         ours.close()
         wait_for([ours], 0.0)
+
+
+def test_keeper_gets_an_environment_that_is_not_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables are bytes. One variable with all of them could be too long for the system."""
+    found: list[dict[str, str]] = []
+
+    def execve(_path: str, _words: list[str], variables: dict[str, str]) -> None:
+        found.append(variables)
+
+    monkeypatch.setattr(os, "execve", execve)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    odd = {"NAME": "\udcff", "LONG": "x" * 200_000}
+    command = [sys.executable, "-c", "pass"]
+    made = Succession(odd)
+    made.plan.command = command
+    made.plan.folder = "/\udcfe"
+    successor = Successor(Plan(command, "/", dict(os.environ), Handover()))
+    try:
+        made._become_keeper(successor)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        successor.end()
+    [variables] = found
+    assert max(len(value) for name, value in variables.items() if name != "LONG") < 10_000
+    plan = read_plan(variables)
+    assert KEEPER_VARIABLE not in variables
+    assert (plan.environment, plan.folder) == (odd, "/\udcfe")
+    assert plan.process == successor.process.pid
+
+
+def test_successor_that_failed_and_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of its app may keep it: the server before it must not wait for that."""
+    monkeypatch.setattr(succession, "LAST", 0.05)
+    script = f"import os, signal; os.close(int(os.environ['{VARIABLE}'])); signal.pause()"
+    plan = Plan([sys.executable, "-c", script], "/", dict(os.environ), Handover())
+    successor = Successor(plan)
+    wait_for([successor.word], 60.0)
+    assert successor.serves() is False
+    noting = threading.Thread(target=note_failure, args=[successor.process], daemon=True)
+    noting.start()
+    noting.join(60.0)
+    is_noted = not noting.is_alive()
+    successor.process.kill()
+    successor.word.close()
+    assert is_noted
+    noting.join()

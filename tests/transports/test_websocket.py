@@ -15,6 +15,7 @@ import pytest
 from tests.sockets import Shop
 from wirecall import Context, Limits
 from wirecall.auth import Access, Identity
+from wirecall.transports import websocket
 
 SERVERS = ["granian", "granian-asgi", "uvicorn"]
 PATIENCE = 30.0
@@ -303,6 +304,31 @@ async def test_socket_server_answers_before_it_goes_away(server: str) -> None:
         shop.release.set()
         assert await socket.receive_json() == {"jsonrpc": "2.0", "id": 1, "result": 1}
         assert await closed_with(socket) == 1001
+
+
+async def test_socket_that_was_full_begins_nothing_after_the_stop(
+    server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not wait for another message either."""
+    stopped = asyncio.Event()
+    stop = websocket._Session._stop
+
+    def noted(session: websocket._Session) -> None:
+        stop(session)
+        stopped.set()
+
+    monkeypatch.setattr(websocket._Session, "_stop", noted)
+    shop = Shop(limits=Limits(in_flight=2))
+    async with shop.serving(server) as address, opened(address) as socket:
+        await socket.send_str(call(1, "wait", 1))
+        assert await shop.begun.get() == 1
+        await socket.send_str(call(2, "charge", 7))
+        shop.task.cancel()
+        await stopped.wait()
+        shop.release.set()
+        assert await socket.receive_json() == {"jsonrpc": "2.0", "id": 1, "result": 1}
+        assert await closed_with(socket) == 1001
+    assert shop.charged == []
 
 
 # --- notifications --------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from wirecall.console.source import NotFound, Refusal, WithUpstreams
 from wirecall.errors import UsageError
 from wirecall.ledger.base import LedgerDown, Only, RecordId, State, without_password
 from wirecall.limits import Limits
+from wirecall.logs import logger
 from wirecall.mcp.server.catalog import input_schema
 from wirecall.protocol.messages import Id, JsonObject
 from wirecall.resolve import NotSettled, Resolution, settle
@@ -83,11 +84,16 @@ class Facts:
                 return await asked(question)
         except Refusal as refusal:
             return {"status": refusal.status, "document": refusal.document}
-        except LedgerDown as error:
+        except (LedgerDown, UsageError) as error:  # tables that must be migrated, for example
             return {"status": 503, "document": _error("ledger_down", str(error))}
         except TimeoutError:
             text = f"The ledger did not answer within {PATIENCE:g} s."
             return {"status": 503, "document": _error("ledger_down", text)}
+        except Exception:
+            # Without an answer, this process would look dead.
+            logger.exception("the console asked, and there is no answer: %s", question.get("ask"))
+            text = "The worker cannot answer this. Its log says why."
+            return {"status": 500, "document": _error("failed", text)}
 
     # --- calls ------------------------------------------------------------------------------------
 

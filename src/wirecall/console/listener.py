@@ -72,6 +72,8 @@ METHOD_ACTION = re.compile(r"/methods/(.+)/try")
 # Characters of a caller or a key that the role "look" sees at each end.
 ENDS = 3
 HIDDEN = ("caller", "key")
+# The same, and a line of the audit trail that cannot be read: it may hold them.
+SHORTENED = (*HIDDEN, "unreadable")
 
 
 async def open_listener(source: Source, settings: ListenerSettings) -> "Listener":
@@ -392,7 +394,7 @@ def shortened(value: Any) -> Any:
         return value
     made: JsonObject = {}
     for name, member in value.items():
-        if name in HIDDEN and isinstance(member, str):
+        if name in SHORTENED and isinstance(member, str):
             made[name] = _short(member)
         elif name == "commands":
             made[name] = {}  # each of them has the key
@@ -421,8 +423,16 @@ def _for_role(lines: bytes, session: Session) -> bytes:
     """Return lines of the audit trail; for the role "look", with callers and keys shortened."""
     if session.role == "act":
         return lines
-    found = [msgspec.json.decode(line) for line in lines.splitlines()]
-    return b"".join(msgspec.json.encode(shortened(line)) + b"\n" for line in found)
+    return b"".join(_shortened_line(line) + b"\n" for line in lines.splitlines())
+
+
+def _shortened_line(line: bytes) -> bytes:
+    """Return a line of the audit trail with callers and keys shortened; nothing of a torn one."""
+    try:
+        found = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        found = {"unreadable": len(line)}
+    return msgspec.json.encode(shortened(found))
 
 
 def _event(event: FeedEvent) -> bytes:

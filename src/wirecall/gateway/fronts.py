@@ -407,8 +407,8 @@ class UpstreamFront(Front):
         answered = await self.relayed(
             upstream, message, session, outlet, sender, options.get("key")
         )
-        if method == "resources/subscribe" and answered and b'"result"' in answered:
-            session.subscriptions.add(_uri_of(message))
+        if method in _SUBSCRIBING and answered and b'"result"' in answered:
+            await own()  # the account of the session, with its limits
         return answered
 
     async def _levels(self, session: Session, caller: str) -> bool:

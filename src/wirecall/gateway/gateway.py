@@ -70,6 +70,9 @@ MOST_SESSIONS = 16
 NEWEST = " newest"
 # Conversations that have ended, and whose log level and subscriptions the next one repeats.
 MOST_WISHES = 1000
+# Lists that are kept, and log levels. Most clients do not end their sessions.
+MOST_LISTS = 1000
+MOST_LEVELS = 10_000
 
 
 class Gateway(App):
@@ -261,8 +264,7 @@ class Gateway(App):
         if not wishes:
             return
         self._wishes[key] = wishes
-        if len(self._wishes) > MOST_WISHES:
-            del self._wishes[next(iter(self._wishes))]
+        _limit(self._wishes, MOST_WISHES)
 
     def _unit(self, upstream: Upstream, caller: str, session: Session) -> str:
         """Return the name of the clients that share a conversation.
@@ -316,7 +318,7 @@ class Gateway(App):
             )
             if key in self._wishes:
                 await conversation.repeat(self._wishes[key])
-                del self._wishes[key]
+                self._wishes.pop(key, None)  # its session may have ended in between
             if key in self._levels:
                 await conversation.want_level(self._levels[key])
             if not self.has_singles(upstream):
@@ -418,6 +420,7 @@ class Gateway(App):
         if known is not None and LEVELS.index(known) <= LEVELS.index(level):
             return
         self._levels[key] = level
+        _limit(self._levels, MOST_LEVELS)
         conversation = self._open_one(key)
         if conversation is not None:
             await conversation.want_level(level)
@@ -476,6 +479,7 @@ class Gateway(App):
         # Else it has changed while it was read.
         if self._changes[upstream.name, kind] == changes:
             self._lists[key] = found
+            _limit(self._lists, MOST_LISTS)
         return found
 
     # --- in the background ------------------------------------------------------------------------
@@ -666,6 +670,12 @@ async def _closed(opening: "asyncio.Task[UpstreamSession]") -> None:
         await asyncio.wait([opening])
     if not _has_failed(opening):
         await opening.result().aclose()
+
+
+def _limit(known: dict[Any, Any], most: int) -> None:
+    """Forget the oldest entry if there are too many."""
+    if len(known) > most:
+        del known[next(iter(known))]
 
 
 def _forget(known: dict[Any, Any], unit: str) -> None:

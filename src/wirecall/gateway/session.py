@@ -527,9 +527,9 @@ class UpstreamSession:
 
     async def watch(self, uri: str) -> None:
         """Subscribe to a resource for a client. Raises if the server refuses."""
-        watched = self.wishes.watched
-        watched[uri] += 1
-        if watched[uri] > 1:
+        self.wishes.watched[uri] += 1
+        # Else the server has not taken it yet: it may refuse the other client, and this one.
+        if uri in self.wishes.subscriptions:
             return
         params = raw_of({"uri": uri})
         try:
@@ -537,7 +537,7 @@ class UpstreamSession:
                 await self.ready()
                 await self.ask(SUBSCRIBE, params)
         except BaseException:
-            del watched[uri]
+            self.wishes.forget(uri)
             raise
         self.wishes.subscriptions[uri] = params
         if self._changes is not None:

@@ -48,6 +48,8 @@ LONGEST_PAUSE = 30.0
 # Starts of a child in one minute. A child that lives for a minute is a good start.
 STARTS = 5
 MINUTE = 60.0
+# Children that may be started for several sessions before the first of them is greeted.
+AT_ONCE = 16
 # Seconds after which another attempt to make a link does not begin.
 LINK_TIME = 10.0
 # Attempts to make a link, and the longest pause between two of them.
@@ -124,6 +126,9 @@ class Starts:
         self.reason = ""
         # The child that was started last.
         self.newest: Child | None = None
+        # Children that run and were not welcomed yet, the oldest first. Their starts do not count:
+        # many sessions may begin at once.
+        self.fresh: list[Child] = []
 
     def pause(self) -> float:
         """Return the seconds until the next start may be made."""
@@ -133,9 +138,10 @@ class Starts:
         if self._last is None or self._last <= now - MINUTE:
             self._short = 0
             return 0.0
-        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** (self._short - 1))
+        fresh = min(len(self.fresh), AT_ONCE)
+        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** (self._short - fresh - 1))
         wait = self._last + pause - now
-        if len(self._times) >= STARTS:
+        if len(self._times) - fresh >= STARTS:
             wait = max(wait, self._times[0] + MINUTE - now)
         return max(0.0, wait)
 
@@ -165,6 +171,8 @@ class Starts:
 
     def welcome(self) -> None:
         """Do not count the last start: its child is the first of a conversation, and was greeted."""
+        if self.fresh:
+            self.fresh.pop(0)
         if self._times:
             self._times.pop()
             self._short = max(1, self._short - 1)
@@ -183,6 +191,7 @@ class PacedChild:
         await self._starts.turn()
         self._running.append(self.child)
         self._starts.newest = self.child
+        self._starts.fresh.append(self.child)
 
         def ended(error: CallFailed) -> None:
             self._forget()
@@ -202,8 +211,9 @@ class PacedChild:
         self._forget()
 
     def _forget(self) -> None:
-        if self.child in self._running:
-            self._running.remove(self.child)
+        for children in (self._running, self._starts.fresh):
+            if self.child in children:
+                children.remove(self.child)
 
 
 class Breaker:

@@ -12,18 +12,16 @@ import sys
 import time
 from contextlib import suppress
 
-import msgspec
-
 from wirecall.logs import JsonFormatter, logger
 from wirecall.transports.succession import (
     HELD,
-    KEEPER_VARIABLE,
     LAST,
     LEAVE,
     Plan,
     Successor,
     note_failure,
     note_success,
+    read_plan,
     wait_for,
 )
 from wirecall.transports.workers import HANG_UP, UNUSED, has_terminal, log_unused
@@ -179,7 +177,7 @@ class Keeper:
 
 
 def main() -> None:
-    plan = msgspec.json.decode(os.environ.pop(KEEPER_VARIABLE), type=Plan)
+    plan = read_plan(os.environ)
     if plan.is_json:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(JsonFormatter())

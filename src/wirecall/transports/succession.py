@@ -20,13 +20,14 @@ the successor, then LEAVE from the predecessor. A successor whose predecessor ha
 """
 
 import asyncio
+import json
 import os
 import selectors
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
 from typing import NoReturn
 
@@ -81,6 +82,20 @@ class Plan(Struct):
     late: list[int] = []
 
 
+def written(plan: Plan) -> str:
+    """Return a plan without its environment, which the keeper has: the system limits its length."""
+    alone = msgspec.structs.replace(plan, environment={})
+    # Of Python, since names of files may have bytes that are not UTF-8.
+    return json.dumps(msgspec.to_builtins(alone))
+
+
+def read_plan(environment: MutableMapping[str, str]) -> Plan:
+    """Take the plan out of the environment of a keeper."""
+    plan = msgspec.convert(json.loads(environment.pop(KEEPER_VARIABLE)), Plan)
+    plan.environment = dict(environment)
+    return plan
+
+
 class Successor:
     """A newer process of this server."""
 
@@ -119,7 +134,11 @@ class Successor:
 
 def note_failure(process: "subprocess.Popen[bytes]") -> None:
     """Log that a successor could not start."""
-    code = process.wait()
+    try:
+        code = process.wait(LAST)
+    except subprocess.TimeoutExpired:  # a thread of its app keeps it
+        process.kill()
+        code = process.wait()
     logger.error(
         "the reload has failed (process %d ended with %d, its own message is above): "
         "the server continues with the configuration that it had",
@@ -330,10 +349,7 @@ class Succession:
         self.plan.late = self.late
         if self._is_asked_again and HANG_UP is not None:
             self.plan.late.append(HANG_UP)
-        variables = {
-            **self.plan.environment,
-            KEEPER_VARIABLE: msgspec.json.encode(self.plan).decode(),
-        }
+        variables = {**self.plan.environment, KEEPER_VARIABLE: written(self.plan)}
         # A fresh process image: it has nothing of the old app, whatever its threads do.
         os.execve(sys.executable, [sys.executable, "-m", KEEPER], variables)
 

@@ -271,6 +271,8 @@ class _Session:
         while not self._over.done():
             while len(self._calls) >= self._places:
                 await self._until_freed()
+            if self._over.done():  # the connection ended while it had no place
+                return
             data = await self._next()
             if data is None:
                 return
