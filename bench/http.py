@@ -74,6 +74,14 @@ def commands(port: int) -> dict[str, list[str]]:
             "rsgi",
             "bench.servers.prices:bare_rsgi",
         ],
+        "bare WebSocket": [
+            *[word for word in bare if word != "--no-ws"],
+            "--port",
+            str(port),
+            "--interface",
+            "rsgi",
+            "bench.servers.prices:bare_socket",
+        ],
         "ours": [*served, "bench/servers/prices.py:ours"],
         "guarded": [*served, "bench/servers/prices.py:guarded"],
         "official": [*python, "bench.servers.prices", "official", str(port)],
@@ -444,16 +452,21 @@ class Life(NamedTuple):
     memory: float  # kilobytes of a session with an open stream
     # Microseconds of a round trip: over HTTP, over a WebSocket.
     trips: tuple[float, float]
+    # The same of a bare application.
+    bare_trips: tuple[float, float]
 
 
 def one_life() -> Life:
-    with serving(dict.fromkeys(server for server, *_ in ROWS.values())) as servers:
+    names = [*dict.fromkeys(server for server, *_ in ROWS.values()), "bare WebSocket"]
+    with serving(names) as servers:
         rates, costs = asyncio.run(measure(servers))
         alike = asyncio.run(times(*servers["guarded"], KEYED, KEYLESS, b'"structuredContent":16'))
         port, pid = servers["ours"]
         waits = asyncio.run(delays(port, NEW, rates["wirecall 2026-07-28"] / 2))
         stream_size = asyncio.run(memory(port, pid))
-        return Life(rates, costs, alike, waits, stream_size, asyncio.run(trips(port)))
+        own = asyncio.run(trips(port))
+        bare = asyncio.run(trips(servers["bare WebSocket"][0]))
+        return Life(rates, costs, alike, waits, stream_size, own, bare)
 
 
 def main() -> int:
@@ -484,7 +497,10 @@ def main() -> int:
     print(
         f"at half load: p50 {median:.2f} ms, p99 {late:.2f} ms; {stream_size:.1f} KB for a stream"
     )
+    bare_http = min(life.bare_trips[0] for life in lives)
+    bare_socket = min(life.bare_trips[1] for life in lives)
     print(f"a round trip on /rpc: HTTP {by_http:.0f} µs, WebSocket {by_socket:.0f} µs")
+    print(f"of a bare application: HTTP {bare_http:.0f} µs, WebSocket {bare_socket:.0f} µs")
     new = found["wirecall 2026-07-28"]
     one = found["wirecall /rpc, one call"]
     asgi = found["bare ASGI"]
@@ -586,6 +602,14 @@ def main() -> int:
             "<=",
             0.7,
             own=by_http,
+        ),
+        Target(
+            "a round trip over a WebSocket, times that of a bare RSGI application",
+            "µs",
+            by_socket,
+            "<=",
+            1.25,
+            bare=bare_socket,
         ),
         Target("p99 at half load, times p50", "ms", late, "<=", 3, own=median),
         Target(

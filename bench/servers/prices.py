@@ -51,6 +51,27 @@ async def bare_rsgi(_: Any, protocol: Any) -> None:
     )
 
 
+def _plain_answer(body: Any) -> bytes:
+    call = _decode(body)
+    price = len(call["params"]["sku"])
+    return _encode({"jsonrpc": "2.0", "result": price, "id": call["id"]})
+
+
+async def bare_socket(scope: Any, protocol: Any) -> None:
+    """Plain JSON-RPC over HTTP and over a WebSocket."""
+    if scope.proto == "http":
+        body = _plain_answer(await protocol())
+        protocol.response_bytes(
+            200, [("content-type", "application/json"), ("content-length", str(len(body)))], body
+        )
+        return
+    transport = await protocol.accept()
+    # The kind of the message that ends a connection is 0.
+    while (message := await transport.receive()).kind:
+        await transport.send_str(_plain_answer(message.data).decode())
+    protocol.close()
+
+
 # --- ours -----------------------------------------------------------------------------------------
 
 # Development checks each result.

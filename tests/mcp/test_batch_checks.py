@@ -226,6 +226,26 @@ async def check_key(way: Way, _folder: Path) -> None:
     assert kinds == ["idempotency_key_required", "idempotency_key_invalid"]
 
 
+async def check_key_place(way: Way, _folder: Path) -> None:
+    """A key at the place that the command declares is its key."""
+    app = way.make_app()
+    ran: list[int] = []
+
+    @app.command(key="required", key_at="meta.key")
+    def act(number: int) -> int:
+        ran.append(number)
+        return number
+
+    def keyed(agent: str) -> tuple[str, Json]:
+        return "act", {"number": 1, "meta": {"key": "k", "agent": agent}}
+
+    async with closing(app):
+        answers = await way.send(app, keyed("one"), keyed("two"))
+        answers += await way.send(app, keyed("three"))
+    assert codes(answers) == [None] * 3
+    assert ran == [1]
+
+
 async def check_ledger(way: Way, _folder: Path) -> None:
     """One key is one effect; other params under it are a conflict."""
     app = way.make_app()

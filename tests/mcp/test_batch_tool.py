@@ -12,7 +12,21 @@ from typing import Any
 import pytest
 
 from tests.calls import make_app
-from tests.mcp.asgi import R1, R2, R3, R4, R5, REVISIONS, over_http, over_stdio, speak
+from tests.mcp.asgi import (
+    BASIC,
+    R1,
+    R2,
+    R3,
+    R4,
+    R5,
+    REVISIONS,
+    Exchange,
+    enveloped,
+    over_http,
+    over_stdio,
+    repeated,
+    speak,
+)
 from tests.mcp.batches import entry, ref, results, run, send, shop
 from tests.server.stage import settle, staged
 from wirecall import App, BatchTool, DomainError, Limits, UsageError
@@ -464,7 +478,7 @@ FAULTS: dict[str, tuple[list[dict[str, Any]], str, str]] = {
     "arguments that are no object": (
         [entry("receipt", [1], "x")],
         "",
-        "arguments: expected an object",
+        'arguments: expected an object {"NAME": VALUE}, got an array',
     ),
     "a key that is no key": (
         [entry("charge", {"order": 1, "cents": 2}, "x", idempotency_key="two words")],
@@ -492,6 +506,22 @@ async def test_batch_tool_entry_fault_fails_only_its_entry(fault: str, revision:
     assert words in failed["error"]["message"], failed
     assert found["good"]["result"] == "receipt of 1"
     assert done == []
+
+
+@pytest.mark.parametrize("arguments", [{"order": "LONG", "more": ref("0")}, "LONG"])
+async def test_batch_tool_integer_that_is_too_long_fails_only_its_entry(arguments: Any) -> None:
+    """Python reads no integer of so many digits."""
+    app = make_app(batch_tool="all")
+    shop(app)
+    calls = [entry("receipt", {"order": 1}), entry("receipt", arguments)]
+    message = enveloped("tools/call", {"name": "batch", "arguments": {"calls": calls}})
+    body = json.dumps(message).replace('"LONG"', "9" * 5000).encode()
+    exchange = Exchange(app.asgi(), "POST", {**BASIC, **repeated(message)}, body)
+    good, bad = results((await exchange.json())["result"])
+    assert good["result"] == "receipt of 1"
+    assert bad["error"]["code"] == -32602
+    assert "arguments: number out of range" in bad["error"]["message"]
+    await app.aclose()
 
 
 async def test_batch_tool_limits_what_references_fill_in() -> None:

@@ -200,6 +200,16 @@ def test_wrong_header_breaks_the_stream_with_its_own_reason(header: bytes, expec
     assert expected in broken
 
 
+@pytest.mark.parametrize("stream", [b'{"jsonrpc":"2.0"', b"\r\n[", b"{"])
+def test_first_message_without_a_header_is_refused_at_once(stream: bytes) -> None:
+    """A client with another framing waits for its answer, and sends no more."""
+    splitter = CONTENT_LENGTH.splitter(LIMIT)
+    assert splitter.feed(stream) == []
+    assert splitter.broken is not None
+    assert "before the first message" in splitter.broken
+    assert "lines" in splitter.broken
+
+
 def test_stream_that_is_broken_returns_nothing_more() -> None:
     splitter = CONTENT_LENGTH.splitter(LIMIT)
     splitter.feed(b"Content-Length: ten\r\n\r\n")

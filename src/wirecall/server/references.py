@@ -131,7 +131,7 @@ class Plan(Struct, frozen=True):
 def read_pointer(pointer: object, name: str, limits: ReferenceLimits = LIMITS) -> Tokens:
     """Return the tokens of a JSON Pointer (RFC 6901); `name` is the place of it in errors."""
     if not isinstance(pointer, str):
-        raise ReferenceInvalid(f"{name}: expected a JSON Pointer, got {_kind(pointer)}", ran="no")
+        raise ReferenceInvalid(f"{name}: expected a JSON Pointer, got {kind_of(pointer)}", ran="no")
     if pointer == "":
         return ()
     if not pointer.startswith("/"):
@@ -176,7 +176,7 @@ def read_references(
     if refs is UNSET:
         return Links((), ids)
     if not isinstance(refs, dict):
-        raise ReferenceInvalid(f"refs: expected an object, got {_kind(refs)}", ran="no")
+        raise ReferenceInvalid(f"refs: expected an object, got {kind_of(refs)}", ran="no")
     check_number("refs", len(refs), limits)
     found = tuple(_read_reference(place, value, limits) for place, value in refs.items())
     _check_places([each.place for each in found], params)
@@ -205,7 +205,7 @@ def _read_reference(place: str, value: Json, limits: ReferenceLimits) -> Referen
         )
     if not isinstance(value, dict) or value.keys() - {"path"} != {"id"}:
         raise ReferenceInvalid(
-            f'{name}: expected an object {{"id": ..., "path": ...}}, got {_kind(value)}', ran="no"
+            f'{name}: expected an object {{"id": ..., "path": ...}}, got {kind_of(value)}', ran="no"
         )
     target = _read_id(value["id"], f"{name}.id")
     return Reference(tokens, target, read_pointer(value.get("path", ""), f"{name}.path", limits))
@@ -215,14 +215,16 @@ def _read_after(after: Json, limits: ReferenceLimits) -> tuple[Id, ...]:
     if after is UNSET:
         return ()
     if not isinstance(after, list):
-        raise ReferenceInvalid(f"after: expected an array of ids, got {_kind(after)}", ran="no")
+        raise ReferenceInvalid(f"after: expected an array of ids, got {kind_of(after)}", ran="no")
     check_number("after", len(after), limits)
     return tuple(_read_id(each, f"after[{index}]") for index, each in enumerate(after))
 
 
 def _read_id(id: Json, name: str) -> Id:
     if isinstance(id, bool) or not isinstance(id, (str, int, float)):
-        raise ReferenceInvalid(f"{name}: expected a string or a number, got {_kind(id)}", ran="no")
+        raise ReferenceInvalid(
+            f"{name}: expected a string or a number, got {kind_of(id)}", ran="no"
+        )
     return id
 
 
@@ -604,7 +606,8 @@ def _beyond(limit: str, maximum: int, what: str) -> ReferenceLimit:
     return ReferenceLimit(f"{what}: at most {maximum} allowed", limit=limit, max=maximum, ran="no")
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
+    """Return the kind of a JSON value, for an error."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -91,6 +91,8 @@ class HeaderSplitter:
         self._skipped = 0
         # The bytes of the header in which its end was searched.
         self._searched = 0
+        # No header has come yet.
+        self._is_first = True
         # The message before the header, if its characters and its bytes have different numbers.
         self._last = b""
 
@@ -137,6 +139,8 @@ class HeaderSplitter:
         # Some programs write a newline after a message.
         if blank := _BLANK.match(self._rest):
             del self._rest[: blank.end()]
+        if self._is_first:
+            self._check_first()
         # The last bytes may be the first part of the end.
         found = _END.search(self._rest, max(0, self._searched - 3))
         if found is not None and found.end() <= HEADER:
@@ -153,6 +157,16 @@ class HeaderSplitter:
             )
         self._searched = len(self._rest)
         return False
+
+    def _check_first(self) -> None:
+        """Refuse a stream that begins with a message: its sender would wait for the answer."""
+        first = bytes(self._rest[:1])
+        if first in (b"{", b"["):
+            raise _WrongHeader(
+                "expected a header such as Content-Length: 52 before the first message, "
+                f"got {_quoted(first)}; use the framing that the sender uses, such as lines"
+            )
+        self._is_first = not first
 
     def _read_message(self, messages: list[bytes]) -> bool:
         """Read the message after a header; return whether it is complete."""

@@ -65,7 +65,7 @@ from wirecall.mcp.server.peer import (
     check_capability,
 )
 from wirecall.mcp.types import ENTRY_META, CallTool, Content, Elicited, ToolResult
-from wirecall.protocol.messages import JsonObject, encode
+from wirecall.protocol.messages import UNREADABLE, JsonObject, encode
 from wirecall.protocol.secrets import Redactor
 from wirecall.server.batch import run_batch
 from wirecall.server.call import Call, Frame, InputRequired, log_refusal
@@ -84,6 +84,7 @@ from wirecall.server.references import (
     call_digest,
     extract,
     fill,
+    kind_of,
     make_plan,
     reference_digest,
 )
@@ -299,7 +300,10 @@ class BatchRun:
             refs: tuple[Any, ...] = ()
             if sent.arguments is not UNSET and (text := bytes(sent.arguments)) != b"null":
                 if not text.startswith(b"{"):
-                    raise InvalidParams("arguments: expected an object", ran="no")
+                    got = kind_of(_decode_digits(text))
+                    raise InvalidParams(
+                        f'arguments: expected an object {{"NAME": VALUE}}, got {got}', ran="no"
+                    )
                 entry.arguments = entry.sent = sent.arguments
                 refs = self._take_references(entry, text)
             if refs or sent.after:
@@ -750,7 +754,15 @@ class _Result(Struct):
 
 _decode_result = msgspec.json.Decoder(_Result).decode
 # Numbers with a fraction keep their digits.
-_decode_digits = msgspec.json.Decoder(float_hook=lambda text: Raw(text.encode())).decode
+_decode_numbers = msgspec.json.Decoder(float_hook=lambda text: Raw(text.encode())).decode
+
+
+def _decode_digits(text: bytes) -> Any:
+    """Return arguments as plain values. An integer may have too many digits for one."""
+    try:
+        return _decode_numbers(text)
+    except UNREADABLE:
+        raise InvalidParams("arguments: number out of range", ran="no") from None
 
 
 def _value_of(structured: Raw | UnsetType, texts: Sequence[str]) -> bytes:
