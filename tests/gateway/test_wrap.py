@@ -31,6 +31,7 @@ from wirecall.gateway.forward import LEASE
 from wirecall.gateway.pipe import Wrap
 from wirecall.gateway.upstream import Breaker, Places, Starts
 from wirecall.ledger.base import LedgerDown
+from wirecall.mcp.client.links import GAVE_UP
 from wirecall.mcp.revisions import NAMES
 
 CALL = {"name": "pay", "arguments": {"to": "ann"}}
@@ -551,6 +552,7 @@ async def test_wrap_with_trust_none_records_every_tool(file: Path) -> None:
         ("Request timed out", False),
         ("McpError: deadline exceeded", False),
         ("timeout", False),
+        (GAVE_UP, False),
         ("user cancelled", True),
     ],
 )
