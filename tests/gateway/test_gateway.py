@@ -263,7 +263,7 @@ async def test_gateway_runs_the_commands_of_an_array_in_order(bench: Bench, path
 
 
 async def test_gateway_merges_names_that_two_servers_have(bench: Bench) -> None:
-    """G11: a name that two have is bare for neither; a call of it is refused with both."""
+    """G11, bad input: a name that two have is bare for neither; a call of it is refused with both."""
     async with bench.client() as client:
         names = [tool.name for tool in await client.list_tools()]
         assert names == ["bank__pay", "bank__look", "shop__pay", "shop__look"]
@@ -271,8 +271,10 @@ async def test_gateway_merges_names_that_two_servers_have(bench: Bench) -> None:
         assert (effects(bench.file("bank")), effects(bench.file("shop"))) == (0, 1)
         with pytest.raises(InvalidParams, match="bank__pay or shop__pay"):
             await client.call_tool("pay", {})
-        with pytest.raises(InvalidParams, match="there is no tool 'none'"):
+        with pytest.raises(InvalidParams, match="there is no tool 'none'; there are: bank__pay"):
             await client.call_tool("none", {})
+        with pytest.raises(InvalidParams, match=r"mean 'bank__pay'\? there are: bank__pay, bank_"):
+            await client.call_tool("bank_pay", {})
 
 
 @pytest.mark.parametrize("then", ["error", "refuse"])
@@ -294,14 +296,14 @@ async def test_gateway_names_the_server_of_an_error(bench: Bench, then: str) -> 
 
 
 async def test_gateway_denies_tools(tmp_path: Path) -> None:
-    """G11: a denied tool is not listed, and a call says that it is denied; also in an array."""
+    """G11, bad input: a denied tool is not listed, and a call says so; also in an array."""
     own = {"shop": {"deny": ["look"]}}
     async with Bench(tmp_path, own=own).serving() as bench:
         async with bench.client() as client:
             names = [tool.name for tool in await client.list_tools()]
             assert names == ["bank__pay", "look", "shop__pay"]
             await client.call_tool("look")
-            with pytest.raises(InvalidParams, match="denied"):
+            with pytest.raises(InvalidParams, match=r"denied here; there are: bank__pay, look, sh"):
                 await client.call_tool("shop__look")
         _, session = await bench.post(
             "/mcp/shop", message_of("initialize", introduction("2025-03-26"), 1)
@@ -312,6 +314,8 @@ async def test_gateway_denies_tools(tmp_path: Path) -> None:
         ]
         answers, _ = await bench.post("/mcp/shop", b"[" + b",".join(array) + b"]", session)
         assert answers[0]["error"]["code"] == -32602 and "result" in answers[1]
+        again, _ = await bench.post("/mcp/shop", b"[" + b",".join(array) + b"]", session)
+        assert again[0]["error"]["data"]["reason"].endswith("is denied here; there are: pay")
 
 
 async def test_gateway_leaves_an_upstream_out_that_is_down(tmp_path: Path) -> None:

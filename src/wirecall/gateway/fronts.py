@@ -6,7 +6,7 @@ as the upstream's `share` says. Such a conversation declares nothing, so its ser
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from wirecall.errors import (
     UpstreamUnavailable,
 )
 from wirecall.gateway import tasks
-from wirecall.gateway.offers import NAMED, Merged, beginning, merged
+from wirecall.gateway.offers import NAMED, Merged, beginning, merged, there_are
 from wirecall.gateway.relay import Flying, Relay, cancel
 from wirecall.gateway.rounds import Bridge, ask_client
 from wirecall.gateway.session import INITIALIZED, UpstreamSession
@@ -630,7 +630,7 @@ class MergedFront(Front):
         if table is None or name not in table.places:
             table, missing = await self._table(kind, sender.caller, session)
             if kind == "tools" and name not in table.places and name not in table.shared:
-                self._refuse_denied(name)
+                self._refuse_denied(name, table.places)
                 if missing:
                     self._refuse_missing(name, missing)
         if kind == "resources" and name not in table.places:
@@ -651,12 +651,13 @@ class MergedFront(Front):
             ran="no",
         )
 
-    def _refuse_denied(self, name: str) -> None:
+    def _refuse_denied(self, name: str, names: Iterable[str]) -> None:
         for upstream in self.gateway.upstreams.values():
             denied = upstream.denied
             if name in denied or name.removeprefix(f"{upstream.name}__") in denied:
                 raise InvalidParams(
-                    f"the tool {name[:100]!r} of {upstream.name} is denied here", ran="no"
+                    f"the tool {name[:100]!r} of {upstream.name} is denied here; {there_are(names)}",
+                    ran="no",
                 )
 
     async def _by_template(self, uri: str, session: Session, sender: Sender) -> Any:
