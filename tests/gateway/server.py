@@ -70,7 +70,8 @@ def pay(message: dict[str, Any]) -> None:
         return
     if then == "die_before":
         os._exit(3)
-    note(f"pay {arguments.get('to', '')}")
+    to = arguments.get("to", "")
+    note(f"pay {to}")
     token = message["params"].get("_meta", {}).get("progressToken")
     if token is not None:
         for number in range(arguments.get("reports", 1)):
@@ -101,8 +102,10 @@ def pay(message: dict[str, Any]) -> None:
         reply(id, result={"content": [{"type": "text", "text": "x" * arguments["size"]}]})
         return
     count = len(FILE.read_text().splitlines())
-    text = f'{{"content": [{{"type": "text", "text": "paid {count}"}}], "x": 0.10, "isError": %s}}'
-    body = text % ("true" if then == "is_error" else "false")
+    text = (
+        f'{{"content": [{{"type": "text", "text": "paid {count}"}}], "x": 0.10, "isError": %s, %s}}'
+    )
+    body = text % ("true" if then == "is_error" else "false", f'"to": {json.dumps(to)}')
     write(f'{{"jsonrpc": "2.0", "id": {id}, "result": {body}}}')
     if then == "die_after":
         os._exit(3)

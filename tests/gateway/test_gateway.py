@@ -81,6 +81,35 @@ async def test_gateway_records_a_tool_under_one_name_at_both_addresses(bench: Be
     assert effects(bench.file("bank")) == 1
 
 
+async def test_gateway_gives_an_answer_again_at_the_other_address(bench: Bench) -> None:
+    """G5, X17: lost at `/mcp/bank`, sent again at `/mcp`: one effect."""
+    file = bench.file("bank")
+    arguments = {"to": "ann", "then": "wait"}
+    _, session = await bench.post("/mcp/bank", message_of("initialize", introduction(), 1))
+    assert session is not None
+    call = message_of("tools/call", {"name": "pay", "arguments": arguments}, 2)
+    await abandoned(bench, call, {"Mcp-Session-Id": session}, file)
+    file.with_suffix(".go").touch()
+    _, session = await bench.post("/mcp", message_of("initialize", introduction(), 1))
+    call = message_of("tools/call", {"name": "bank__pay", "arguments": arguments}, 2)
+    again, _ = await bench.post("/mcp", call, session)
+    assert again["result"]["_meta"]["io.wirecall/replayed"] is True
+    assert effects(file) == 1
+
+
+async def test_gateway_does_not_replay_a_name_that_points_elsewhere(tmp_path: Path) -> None:
+    """X17: the same key and name, and another server: two effects."""
+    ledger = f"sqlite:{tmp_path / 'ledger.db'}"
+    for place in ("one", "two"):
+        folder = tmp_path / place
+        folder.mkdir()
+        bench = Bench(folder, names=("bank",), ledger=ledger)
+        async with bench.serving(), bench.client("/mcp/bank") as client:
+            paid = await client.call_tool("pay", {"to": "ann"}, key="k")
+        assert "io.wirecall/replayed" not in (paid.meta or {})
+        assert effects(folder / "bank") == 1
+
+
 @pytest.mark.parametrize("pair", [(NAMES[-1], NAMES[0]), (NAMES[0], NAMES[-1])])
 async def test_gateway_replays_in_the_words_of_another_revision(
     bench: Bench, pair: tuple[str, str]
