@@ -57,7 +57,7 @@ async def test_ids_of_many_clients_may_be_equal(tmp_path: Path) -> None:
         sessions = [await session_of(bench) for _ in range(64)]
 
         async def paid(client: int, id: Any) -> tuple[Any, str]:
-            arguments = {"to": f"{client} {id!r}", "then": "wait"}
+            arguments = {"to": f"{client} {id!r}", "then": "wait", "echo": True}
             call = message_of("tools/call", {"name": "pay", "arguments": arguments}, id)
             answer, _ = await bench.post("/mcp/bank", call, sessions[client])
             return answer["id"], answer["result"]["to"]
