@@ -9,7 +9,8 @@ Its tool `pay` writes a line into the file. The argument `then` says what happen
 the process before the answer, "die_before" before the line, "die_half" within the answer, "die_after"
 after it, "mute" never answers, "wait" answers when the file FILE.go exists,
 "error" and "refuse" answer with errors, "is_error" with a result, "garbage" with text, "wrong_id",
-"twice" and "big" with such answers; with `echo` the result has the argument `to`. `look` only reads. The file FILE.tools has more tools.
+"twice" and "big" with such answers; with `echo` the result has the argument `to`. `look` only
+reads. The file FILE.tools has more tools.
 """
 
 import json

@@ -174,6 +174,50 @@ async def abandoned(bench: Bench, message: bytes, headers: dict[str, str], file:
 
 
 @pytest.mark.parametrize("revision", [NAMES[3], NAMES[-1]])
+async def test_gateway_gives_a_recorded_answer_without_its_server(
+    tmp_path: Path, revision: str
+) -> None:
+    """G5: after a restart of the gateway, in front of a server that no longer starts."""
+    script = tmp_path / "launch.py"
+    script.write_text("import os, sys; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])")
+    command = [sys.executable, str(script), *counter(tmp_path / "bank")[1:]]
+    headers = {**BOTH, "Mcp-Protocol-Version": revision}
+    wording: Any = dict
+    if revision == NAMES[-1]:
+        wording = enveloped
+        headers |= {"Mcp-Method": "tools/call", "Mcp-Name": "pay"}
+
+    async def pay(bench: Bench, to: str) -> Any:
+        params = {"name": "pay", "arguments": {"to": to}}
+        params["_meta"] = {"io.wirecall/idempotency-key": to}
+        call = message_of("tools/call", wording(params), 2)
+        async with (
+            aiohttp.ClientSession(headers=headers) as http,
+            http.post(f"{bench.url}/mcp/bank", data=call) as answer,
+        ):
+            return await answer.json()
+
+    more = [UpstreamSettings("bank", command=command)]
+    async with Bench(tmp_path, names=(), more=more).serving() as bench:
+        if revision != NAMES[-1]:
+            greeting = message_of("initialize", introduction(), 1)
+            _, session = await bench.post("/mcp/bank", greeting)
+            assert session is not None
+            headers["Mcp-Session-Id"] = session
+        first = await pay(bench, "ann")
+    script.write_text("import sys; sys.exit('no licence')")
+    async with Bench(tmp_path, names=(), more=more).serving() as bench:
+        again = await pay(bench, "ann")
+        assert again["result"]["content"] == first["result"]["content"]
+        assert again["result"].get("resultType") == first["result"].get("resultType")
+        assert again["result"]["_meta"]["io.wirecall/replayed"] is True
+        error = (await pay(bench, "bob"))["error"]
+        assert (error["code"], error["data"]["ran"]) == (50210, "no")
+        assert "no licence" in error["message"] and error["message"].count("bank: ") == 1
+    assert effects(tmp_path / "bank") == 1
+
+
+@pytest.mark.parametrize("revision", [NAMES[3], NAMES[-1]])
 async def test_gateway_gives_an_answer_again_that_was_lost(bench: Bench, revision: str) -> None:
     """G5: the client leaves before the answer, in both eras; its repetition gets it, and runs not."""
     file = bench.file("bank")
@@ -322,6 +366,61 @@ async def test_gateway_names_the_server_of_an_error(bench: Bench, then: str) -> 
         error["data"].pop("replayed", None)
     named = {"their": 0.5, "upstream": "bank"}
     assert [error["data"] for error in told] == [named, named, {"their": 0.5}]
+
+
+def library(name: str, scheme: str) -> App:
+    """A server with a prompt, a template, and completions for both."""
+    app = App(name, ledger="memory:")
+
+    @app.prompt
+    def greet(who: str) -> str:
+        return f"{name} greets {who}"
+
+    @app.completion("greet", "who")
+    def people(value: str) -> list[str]:
+        return [f"{value} of {name}"]
+
+    @app.resource(f"{scheme}{{page}}")
+    def page(page: str) -> str:
+        return f"{name} has page {page}"
+
+    @app.completion(f"{scheme}{{page}}", "page")
+    def pages(value: str) -> list[str]:
+        return [f"{value}1 of {name}"]
+
+    return app
+
+
+@pytest.mark.parametrize("revision", [NAMES[3], NAMES[-1]])
+async def test_gateway_merges_prompts_templates_and_completions(
+    tmp_path: Path, revision: str
+) -> None:
+    """G11, section 6: both prompts have a prefix; the longest beginning of a template decides."""
+    async with (
+        served(library("all", "book://")) as one,
+        served(library("drafts", "book://drafts/")) as two,
+    ):
+        more = [
+            UpstreamSettings("all", url=f"{one}/mcp"),
+            UpstreamSettings("drafts", url=f"{two}/mcp"),
+        ]
+        bench = Bench(tmp_path, names=(), more=more)
+        async with bench.serving(), bench.client(revision=revision) as client:
+            prompts = [each.name for each in await client.list_prompts()]
+            assert prompts == ["all__greet", "drafts__greet"]
+            prompted = await client.get_prompt("drafts__greet", {"who": "ann"})
+            assert prompted.messages[0].content.text == "drafts greets ann"
+            templates = [each.uri_template for each in await client.list_resource_templates()]
+            assert templates == ["book://{page}", "book://drafts/{page}"]
+            for uri, text in [
+                ("book://7", "all has page 7"),
+                ("book://drafts/7", "drafts has page 7"),
+            ]:
+                [found] = await client.read_resource(uri)
+                assert found.text == text
+            people = await client.complete("all__greet", "who", "a")
+            pages = await client.complete("book://drafts/{page}", "page", "2")
+            assert (people.values, pages.values) == (["a of all"], ["21 of drafts"])
 
 
 async def test_gateway_denies_tools(tmp_path: Path) -> None:

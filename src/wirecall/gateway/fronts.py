@@ -28,7 +28,7 @@ from wirecall.gateway import tasks
 from wirecall.gateway.offers import NAMED, Merged, beginning, merged, there_are
 from wirecall.gateway.relay import Flying, Relay, cancel
 from wirecall.gateway.rounds import Bridge, ask_client
-from wirecall.gateway.session import INITIALIZED, UpstreamSession
+from wirecall.gateway.session import INITIALIZED, UnreachedSession, UpstreamSession
 from wirecall.gateway.translate import envelope
 from wirecall.gateway.wire import answer, members_of, one_line, raw_of, with_member
 from wirecall.logs import logger
@@ -219,7 +219,13 @@ class Front(Server):
         """Pass a request on to an upstream; return the answer."""
         gateway = self.gateway
         is_owned = gateway.is_owned(upstream, session)
-        conversation = await gateway.borrow(upstream, sender.caller, session)
+        try:
+            conversation = await gateway.borrow(upstream, sender.caller, session)
+        except UpstreamUnavailable as reason:
+            if message.method != "tools/call":
+                raise
+            conversation = UnreachedSession(upstream, reason)
+            conversation.enter()
         if session.level is not None and not is_owned:
             await gateway.want_level(upstream, sender.caller, session, session.level)
         if len(self._flying) >= MOST_SESSIONS:
