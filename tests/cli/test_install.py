@@ -100,6 +100,12 @@ def test_address_has_each_clients_own_form(client: str, entry: Any, url: str, ho
     assert not list(home.iterdir())
 
 
+def test_address_of_one_server_of_a_gateway_keeps_its_name() -> None:
+    url = "http://127.0.0.1:8430/mcp/github"
+    found = told(url, "--client", "cursor", "--print")
+    assert found == {"mcpServers": {"github": {"url": url}}}
+
+
 def test_command_is_written_with_its_whole_path_and_variables() -> None:
     words = (
         "--client",

@@ -206,6 +206,7 @@ def test_probe_keeps_the_path_of_an_address() -> None:
         found = verdict(invoke("probe", url, "--json").stdout)
         assert set(asked) == {"/mcp", "/rpc", "/"}
     assert found["jsonrpc"]["spoken"] and found["at_root"]
+    assert found["addresses"] == [f"{url}/"]
     assert "write the / at the end of its address" in found["advice"][0]
 
 

@@ -64,7 +64,9 @@ async def test_probe_finds_everything_in_our_own_server_over_http() -> None:
         code, found = await probed_apart(url)
         assert code == 0
         check_ours(found)
+        assert found["addresses"] == [f"{url}/mcp", f"{url}/rpc"]
         _, found = await probed_apart(f"{url}/rpc")
+        assert found["addresses"] == []
         assert not any(found["revisions"].values())
         assert found["jsonrpc"]["methods"] == 3
 

@@ -9,7 +9,8 @@ Its tool `pay` writes a line into the file. The argument `then` says what happen
 the process before the answer, "die_before" before the line, "die_half" within the answer, "die_after"
 after it, "mute" never answers, "wait" answers when the file FILE.go exists,
 "error" and "refuse" answer with errors, "is_error" with a result, "garbage" with text, "wrong_id",
-"twice" and "big" with such answers. `look` only reads. The file FILE.tools has more tools.
+"twice" and "big" with such answers; with `echo` the result has the argument `to`. `look` only
+reads. The file FILE.tools has more tools.
 """
 
 import json
@@ -70,7 +71,8 @@ def pay(message: dict[str, Any]) -> None:
         return
     if then == "die_before":
         os._exit(3)
-    note(f"pay {arguments.get('to', '')}")
+    to = arguments.get("to", "")
+    note(f"pay {to}")
     token = message["params"].get("_meta", {}).get("progressToken")
     if token is not None:
         for number in range(arguments.get("reports", 1)):
@@ -103,6 +105,8 @@ def pay(message: dict[str, Any]) -> None:
     count = len(FILE.read_text().splitlines())
     text = f'{{"content": [{{"type": "text", "text": "paid {count}"}}], "x": 0.10, "isError": %s}}'
     body = text % ("true" if then == "is_error" else "false")
+    if arguments.get("echo"):
+        body = f'{body[:-1]}, "to": {json.dumps(to)}}}'
     write(f'{{"jsonrpc": "2.0", "id": {id}, "result": {body}}}')
     if then == "die_after":
         os._exit(3)

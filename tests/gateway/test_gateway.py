@@ -81,6 +81,35 @@ async def test_gateway_records_a_tool_under_one_name_at_both_addresses(bench: Be
     assert effects(bench.file("bank")) == 1
 
 
+async def test_gateway_gives_an_answer_again_at_the_other_address(bench: Bench) -> None:
+    """G5, X17: lost at `/mcp/bank`, sent again at `/mcp`: one effect."""
+    file = bench.file("bank")
+    arguments = {"to": "ann", "then": "wait"}
+    _, session = await bench.post("/mcp/bank", message_of("initialize", introduction(), 1))
+    assert session is not None
+    call = message_of("tools/call", {"name": "pay", "arguments": arguments}, 2)
+    await abandoned(bench, call, {"Mcp-Session-Id": session}, file)
+    file.with_suffix(".go").touch()
+    _, session = await bench.post("/mcp", message_of("initialize", introduction(), 1))
+    call = message_of("tools/call", {"name": "bank__pay", "arguments": arguments}, 2)
+    again, _ = await bench.post("/mcp", call, session)
+    assert again["result"]["_meta"]["io.wirecall/replayed"] is True
+    assert effects(file) == 1
+
+
+async def test_gateway_does_not_replay_a_name_that_points_elsewhere(tmp_path: Path) -> None:
+    """X17: the same key and name, and another server: two effects."""
+    ledger = f"sqlite:{tmp_path / 'ledger.db'}"
+    for place in ("one", "two"):
+        folder = tmp_path / place
+        folder.mkdir()
+        bench = Bench(folder, names=("bank",), ledger=ledger)
+        async with bench.serving(), bench.client("/mcp/bank") as client:
+            paid = await client.call_tool("pay", {"to": "ann"}, key="k")
+        assert "io.wirecall/replayed" not in (paid.meta or {})
+        assert effects(folder / "bank") == 1
+
+
 @pytest.mark.parametrize("pair", [(NAMES[-1], NAMES[0]), (NAMES[0], NAMES[-1])])
 async def test_gateway_replays_in_the_words_of_another_revision(
     bench: Bench, pair: tuple[str, str]
@@ -142,6 +171,50 @@ async def abandoned(bench: Bench, message: bytes, headers: dict[str, str], file:
         await until(lambda: effects(file) == 1)
         sending.cancel()
         await asyncio.wait([sending])
+
+
+@pytest.mark.parametrize("revision", [NAMES[3], NAMES[-1]])
+async def test_gateway_gives_a_recorded_answer_without_its_server(
+    tmp_path: Path, revision: str
+) -> None:
+    """G5: after a restart of the gateway, in front of a server that no longer starts."""
+    script = tmp_path / "launch.py"
+    script.write_text("import os, sys; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])")
+    command = [sys.executable, str(script), *counter(tmp_path / "bank")[1:]]
+    headers = {**BOTH, "Mcp-Protocol-Version": revision}
+    wording: Any = dict
+    if revision == NAMES[-1]:
+        wording = enveloped
+        headers |= {"Mcp-Method": "tools/call", "Mcp-Name": "pay"}
+
+    async def pay(bench: Bench, to: str) -> Any:
+        params = {"name": "pay", "arguments": {"to": to}}
+        params["_meta"] = {"io.wirecall/idempotency-key": to}
+        call = message_of("tools/call", wording(params), 2)
+        async with (
+            aiohttp.ClientSession(headers=headers) as http,
+            http.post(f"{bench.url}/mcp/bank", data=call) as answer,
+        ):
+            return await answer.json()
+
+    more = [UpstreamSettings("bank", command=command)]
+    async with Bench(tmp_path, names=(), more=more).serving() as bench:
+        if revision != NAMES[-1]:
+            greeting = message_of("initialize", introduction(), 1)
+            _, session = await bench.post("/mcp/bank", greeting)
+            assert session is not None
+            headers["Mcp-Session-Id"] = session
+        first = await pay(bench, "ann")
+    script.write_text("import sys; sys.exit('no licence')")
+    async with Bench(tmp_path, names=(), more=more).serving() as bench:
+        again = await pay(bench, "ann")
+        assert again["result"]["content"] == first["result"]["content"]
+        assert again["result"].get("resultType") == first["result"].get("resultType")
+        assert again["result"]["_meta"]["io.wirecall/replayed"] is True
+        error = (await pay(bench, "bob"))["error"]
+        assert (error["code"], error["data"]["ran"]) == (50210, "no")
+        assert "no licence" in error["message"] and error["message"].count("bank: ") == 1
+    assert effects(tmp_path / "bank") == 1
 
 
 @pytest.mark.parametrize("revision", [NAMES[3], NAMES[-1]])
@@ -263,7 +336,7 @@ async def test_gateway_runs_the_commands_of_an_array_in_order(bench: Bench, path
 
 
 async def test_gateway_merges_names_that_two_servers_have(bench: Bench) -> None:
-    """G11: a name that two have is bare for neither; a call of it is refused with both."""
+    """G11, bad input: a name that two have is bare for neither; a call of it is refused with both."""
     async with bench.client() as client:
         names = [tool.name for tool in await client.list_tools()]
         assert names == ["bank__pay", "bank__look", "shop__pay", "shop__look"]
@@ -271,8 +344,10 @@ async def test_gateway_merges_names_that_two_servers_have(bench: Bench) -> None:
         assert (effects(bench.file("bank")), effects(bench.file("shop"))) == (0, 1)
         with pytest.raises(InvalidParams, match="bank__pay or shop__pay"):
             await client.call_tool("pay", {})
-        with pytest.raises(InvalidParams, match="there is no tool 'none'"):
+        with pytest.raises(InvalidParams, match="there is no tool 'none'; there are: bank__pay"):
             await client.call_tool("none", {})
+        with pytest.raises(InvalidParams, match=r"mean 'bank__pay'\? there are: bank__pay, bank_"):
+            await client.call_tool("bank_pay", {})
 
 
 @pytest.mark.parametrize("then", ["error", "refuse"])
@@ -293,15 +368,70 @@ async def test_gateway_names_the_server_of_an_error(bench: Bench, then: str) -> 
     assert [error["data"] for error in told] == [named, named, {"their": 0.5}]
 
 
+def library(name: str, scheme: str) -> App:
+    """A server with a prompt, a template, and completions for both."""
+    app = App(name, ledger="memory:")
+
+    @app.prompt
+    def greet(who: str) -> str:
+        return f"{name} greets {who}"
+
+    @app.completion("greet", "who")
+    def people(value: str) -> list[str]:
+        return [f"{value} of {name}"]
+
+    @app.resource(f"{scheme}{{page}}")
+    def page(page: str) -> str:
+        return f"{name} has page {page}"
+
+    @app.completion(f"{scheme}{{page}}", "page")
+    def pages(value: str) -> list[str]:
+        return [f"{value}1 of {name}"]
+
+    return app
+
+
+@pytest.mark.parametrize("revision", [NAMES[3], NAMES[-1]])
+async def test_gateway_merges_prompts_templates_and_completions(
+    tmp_path: Path, revision: str
+) -> None:
+    """G11, section 6: both prompts have a prefix; the longest beginning of a template decides."""
+    async with (
+        served(library("all", "book://")) as one,
+        served(library("drafts", "book://drafts/")) as two,
+    ):
+        more = [
+            UpstreamSettings("all", url=f"{one}/mcp"),
+            UpstreamSettings("drafts", url=f"{two}/mcp"),
+        ]
+        bench = Bench(tmp_path, names=(), more=more)
+        async with bench.serving(), bench.client(revision=revision) as client:
+            prompts = [each.name for each in await client.list_prompts()]
+            assert prompts == ["all__greet", "drafts__greet"]
+            prompted = await client.get_prompt("drafts__greet", {"who": "ann"})
+            assert prompted.messages[0].content.text == "drafts greets ann"
+            templates = [each.uri_template for each in await client.list_resource_templates()]
+            assert templates == ["book://{page}", "book://drafts/{page}"]
+            for uri, text in [
+                ("book://7", "all has page 7"),
+                ("book://drafts/7", "drafts has page 7"),
+            ]:
+                [found] = await client.read_resource(uri)
+                assert found.text == text
+            people = await client.complete("all__greet", "who", "a")
+            pages = await client.complete("book://drafts/{page}", "page", "2")
+            assert (people.values, pages.values) == (["a of all"], ["21 of drafts"])
+
+
 async def test_gateway_denies_tools(tmp_path: Path) -> None:
-    """G11: a denied tool is not listed, and a call says that it is denied; also in an array."""
+    """G11, bad input: a denied tool is not listed, and a call says so; also in an array."""
     own = {"shop": {"deny": ["look"]}}
     async with Bench(tmp_path, own=own).serving() as bench:
         async with bench.client() as client:
             names = [tool.name for tool in await client.list_tools()]
             assert names == ["bank__pay", "look", "shop__pay"]
             await client.call_tool("look")
-            with pytest.raises(InvalidParams, match="denied"):
+            with pytest.raises(InvalidParams, match=r"denied here; there are: bank__pay, look, sh"):
                 await client.call_tool("shop__look")
         _, session = await bench.post(
             "/mcp/shop", message_of("initialize", introduction("2025-03-26"), 1)
@@ -312,6 +442,8 @@ async def test_gateway_denies_tools(tmp_path: Path) -> None:
         ]
         answers, _ = await bench.post("/mcp/shop", b"[" + b",".join(array) + b"]", session)
         assert answers[0]["error"]["code"] == -32602 and "result" in answers[1]
+        again, _ = await bench.post("/mcp/shop", b"[" + b",".join(array) + b"]", session)
+        assert again[0]["error"]["data"]["reason"].endswith("is denied here; there are: pay")
 
 
 async def test_gateway_leaves_an_upstream_out_that_is_down(tmp_path: Path) -> None:

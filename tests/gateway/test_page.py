@@ -3,9 +3,12 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tests.gateway.fronts import PATIENCE, ROOT, counter
@@ -34,6 +37,8 @@ class Shell:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.ran: set[str] = set()
+        # Where its gateway listens, in place of the address on the page.
+        self.address = f"127.0.0.1:{free_port()}"
         places = [str(Path(sys.executable).parent), os.environ["PATH"]]
         self._env = {**os.environ, "HOME": str(folder / "home"), "PATH": os.pathsep.join(places)}
         self._env.pop("XDG_CONFIG_HOME", None)
@@ -41,7 +46,7 @@ class Shell:
     def run(self, command: str, code: int = 0) -> "subprocess.CompletedProcess[str]":
         self.ran.add(command.removesuffix(" --write"))
         done = subprocess.run(
-            command.split(),
+            command.replace("127.0.0.1:8430", self.address).split(),
             cwd=self.folder,
             env=self._env,
             capture_output=True,
@@ -51,9 +56,11 @@ class Shell:
         assert done.returncode == code, (command, done.stdout, done.stderr)
         return done
 
-    def start(self, command: str) -> "subprocess.Popen[bytes]":
+    @contextmanager
+    def started(self, command: str) -> Iterator[None]:
+        """Run a command during the block."""
         self.ran.add(command)
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command.split(),
             cwd=self.folder,
             env=self._env,
@@ -61,6 +68,11 @@ class Shell:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
+        try:
+            yield
+        finally:
+            process.terminate()
+            process.wait(PATIENCE)
 
 
 def test_page_of_the_gateway_prints_commands_that_work(tmp_path: Path) -> None:
@@ -88,13 +100,9 @@ def test_page_of_the_gateway_prints_commands_that_work(tmp_path: Path) -> None:
     shell.run("wirecall config check")
     shell.run("wirecall config show")
     with (tmp_path / "wirecall.toml").open("a") as file:
-        file.write(f'\n[gateway]\nhttp = "127.0.0.1:{free_port()}"\n')
-    process = shell.start("wirecall gateway run")
-    try:
-        assert serves_one(shell)
-    finally:
-        process.terminate()
-        process.wait(PATIENCE)
+        file.write(f'\n[gateway]\nhttp = "{shell.address}"\n')
+    with shell.started("wirecall gateway run"):
+        assert serves(shell, "bank") is not None
     # A client's own file.
     shell.run("wirecall wrap --help")
     shell.run("wirecall install --client cursor --wrap-all")
@@ -103,11 +111,44 @@ def test_page_of_the_gateway_prints_commands_that_work(tmp_path: Path) -> None:
     assert wrapped["args"][-len(words) :] == words
     shell.run("wirecall install --client cursor --wrap-all --undo")
     assert of_cursor.read_text() == of_claude.read_text() == text
-    assert shell.ran == printed()
+    assert shell.ran | ten_minutes(tmp_path / "minutes") == printed()
 
 
-def serves_one(shell: Shell) -> bool:
-    """Ask the gateway how it is until its server is up."""
+def ten_minutes(folder: Path) -> set[str]:
+    """Take the first steps of the page; return the commands."""
+    notes = folder / "notes.txt"
+    of_cursor = folder / "home/.cursor/mcp.json"
+    of_cursor.parent.mkdir(parents=True)
+    words = [str(ROOT / "examples" / "notes_server.py"), str(notes)]
+    text = json.dumps({"mcpServers": {"notes": {"command": sys.executable, "args": words}}})
+    of_cursor.write_text(text)
+    shell = Shell(folder)
+    shell.run("wirecall gateway import --client cursor")
+    shell.run("wirecall gateway import --client cursor --write")
+    assert "'add_note' has no hints" in shell.run("wirecall gateway check", 9).stderr
+    with (folder / "wirecall.toml").open("a") as file:
+        file.write(f'\n[gateway]\nhttp = "{shell.address}"\n')
+    address = "http://127.0.0.1:8430/mcp/notes"
+    with shell.started("wirecall gateway run"):
+        pid = serves(shell, "notes")
+        assert pid is not None
+        call = f"wirecall call {address} add_note text=rent --key rent-1 --yes"
+        assert shell.run(call).stdout == "note 1\n"
+        os.kill(pid, signal.SIGKILL)
+        assert shell.run(call).stdout == "note 1\n"
+        assert notes.read_text() == "rent\n"
+        assert shell.run(f"wirecall call {address} process").stdout != f"{pid}\n"
+        install = f"wirecall install --client cursor {address} --yes"
+        shell.run(install)
+        entry = json.loads(of_cursor.read_text())["mcpServers"]
+        assert entry == {"notes": {"url": f"http://{shell.address}/mcp/notes"}}
+        shell.run(f"{install} --undo")
+        assert json.loads(of_cursor.read_text()) == json.loads(text)
+    return shell.ran
+
+
+def serves(shell: Shell, name: str) -> int | None:
+    """Ask the gateway how it is until its server is up; return the pid of the server."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         try:
@@ -116,6 +157,6 @@ def serves_one(shell: Shell) -> bool:
             continue  # it does not answer yet
         columns, row = done.stdout.splitlines()
         assert columns.split()[:5] == ["upstream", "health", "since", "sessions", "pids"]
-        if row.split()[:2] == ["bank", "up"]:
-            return True
-    return False
+        if row.split()[:2] == [name, "up"]:
+            return int(row.split()[4])
+    return None

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,31 @@ WAIT: dict[str, Any] = {"to": "ann", "then": "wait"}
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return tmp_path / "effects"
+
+
+# --- ids ------------------------------------------------------------------------------------------
+
+
+async def test_ids_of_many_clients_may_be_equal(tmp_path: Path) -> None:
+    """X1: 64 clients of one process use the same ids; each answer has its call's own content."""
+    ids: list[Any] = [0, -5, 2**53, "", "1", 1, "é", "a b"]
+    own = {"bank": {"in_flight": 600}}
+    async with Bench(tmp_path, names=("bank",), own=own).serving() as bench:
+        file = bench.file("bank")
+        sessions = [await session_of(bench) for _ in range(64)]
+
+        async def paid(client: int, id: Any) -> tuple[Any, str]:
+            arguments = {"to": f"{client} {id!r}", "then": "wait", "echo": True}
+            call = message_of("tools/call", {"name": "pay", "arguments": arguments}, id)
+            answer, _ = await bench.post("/mcp/bank", call, sessions[client])
+            return answer["id"], answer["result"]["to"]
+
+        calls = [(client, id) for client in range(64) for id in ids[client % 8 :][:2]]
+        paying = [asyncio.create_task(paid(*call)) for call in calls]
+        await until(lambda: effects(file) == len(calls))
+        file.with_suffix(".go").touch()
+        answers = await asyncio.gather(*paying)
+    assert answers == [(id, f"{client} {id!r}") for client, id in calls]
 
 
 # --- clocks and sleep -----------------------------------------------------------------------------
@@ -120,15 +145,16 @@ async def gateway_at(folder: Path) -> AsyncIterator[tuple[Process, str]]:
         try:
             yield process, f"http://{address}/mcp/bank"
         finally:
-            process.process.terminate()
+            with suppress(ProcessLookupError):  # a test may have killed it
+                process.process.terminate()
 
 
-async def paid_at(url: str) -> Any:
-    """Greet a gateway, and send the call with a key; return the answer."""
+async def paid_at(url: str, key: str | None = "k") -> Any:
+    """Greet a gateway, and send the call; return the answer."""
     async with aiohttp.ClientSession(headers=BOTH) as http:
         async with http.post(url, data=message_of("initialize", introduction(), 1)) as answer:
             own = {"Mcp-Session-Id": answer.headers["Mcp-Session-Id"]}
-        meta = {"io.wirecall/idempotency-key": "k"}
+        meta = {} if key is None else {"io.wirecall/idempotency-key": key}
         call = message_of("tools/call", {"name": "pay", "arguments": WAIT, "_meta": meta}, 2)
         async with http.post(url, data=call, headers=own) as answer:
             return json.loads(await answer.read())
@@ -153,6 +179,25 @@ async def test_gateway_that_sleeps_longer_than_a_lease_doubles_no_effect(tmp_pat
         again = (await paid_at(other))["result"]
         assert again["_meta"]["io.wirecall/replayed"] is True, "the truth came late"
     assert effects(file) == 1
+
+
+async def test_gateway_that_is_killed_leaves_one_unknown_outcome(tmp_path: Path) -> None:
+    """X12: its orphan serves one call at the other gateway of the ledger; the next one runs."""
+    file = tmp_path / "bank"
+    upstreams = {"bank": {"command": counter(file)}}
+    (tmp_path / "wirecall.toml").write_text(settings(upstreams, ledger="sqlite:gateway.db"))
+    async with gateway_at(tmp_path) as (killed, url), gateway_at(tmp_path) as (_, other):
+        first = asyncio.create_task(paid_at(url, key=None))
+        await until(lambda: effects(file) == 1)
+        killed.process.kill()
+        with pytest.raises(aiohttp.ClientError):
+            await first
+        error = (await paid_at(other, key=None))["error"]
+        assert (error["code"], error["data"]["ran"]) == (50910, "unknown")
+        assert effects(file) == 1
+        file.with_suffix(".go").touch()
+        assert "result" in await paid_at(other, key=None)
+    assert effects(file) == 2
 
 
 # --- kills ----------------------------------------------------------------------------------------

@@ -30,7 +30,8 @@ from wirecall.errors import NotSent
 from wirecall.gateway.forward import LEASE
 from wirecall.gateway.pipe import Wrap
 from wirecall.gateway.upstream import Breaker, Places, Starts
-from wirecall.ledger.base import LedgerDown
+from wirecall.ledger.base import LedgerDown, State, open_ledger
+from wirecall.mcp.client.links import GAVE_UP
 from wirecall.mcp.revisions import NAMES
 
 CALL = {"name": "pay", "arguments": {"to": "ann"}}
@@ -551,6 +552,7 @@ async def test_wrap_with_trust_none_records_every_tool(file: Path) -> None:
         ("Request timed out", False),
         ("McpError: deadline exceeded", False),
         ("timeout", False),
+        (GAVE_UP, False),
         ("user cancelled", True),
     ],
 )
@@ -636,6 +638,31 @@ async def test_wrap_finishes_a_command_when_its_client_leaves(tmp_path: Path, fi
         file.with_suffix(".go").touch()
         assert json.loads(await process.line())["id"] == 9
         assert await process.ended() == 0
+
+
+@pytest.mark.parametrize("waits", ["for nothing", "for its effect", "for its answer"])
+async def test_wrap_has_a_record_of_each_effect_when_its_client_leaves(
+    tmp_path: Path, file: Path, waits: str
+) -> None:
+    """X7: stdin ends at any step: a command that took effect has a record, and no other has one."""
+    ledger = f"sqlite:{tmp_path / 'ledger.db'}"
+    words = wrap_words("--ledger", ledger, "--name", "bank", "--", *counter(file))
+    async with started(*words) as process:
+        await process.greet()
+        call = message_of("tools/call", {"name": "pay", "arguments": {"to": "ann"}}, 9)
+        await process.send(call)
+        if waits == "for its effect":
+            await until(lambda: effects(file) == 1)
+        if waits == "for its answer":
+            assert json.loads(await process.line())["id"] == 9
+        process.close()
+        assert await process.ended() == 0
+    records = await open_ledger(ledger)
+    try:
+        found = await records.list(limit=10)
+    finally:
+        await records.aclose()
+    assert [each.state for each in found] == [State.DONE] * effects(file)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])

@@ -174,7 +174,11 @@ def _name_of(target: Target) -> str:
     if target.kind == "file":
         return target.app().name  # an app that cannot be served fails here, not in the client
     if target.kind == "url":
-        return (urlsplit(target.text).hostname or "server").replace(".", "-")
+        parts = urlsplit(target.text)
+        _, gateway, server = parts.path.rstrip("/").rpartition("/mcp/")
+        if gateway and "/" not in server:
+            return server  # of a gateway, under its old name
+        return (parts.hostname or "server").replace(".", "-")
     return Path(target.command[0]).stem
 
 

@@ -126,6 +126,8 @@ class Seen(Struct):
     jsonrpc: Plain = field(default_factory=Plain)
     # JSON-RPC is spoken at the path /, although the address has none.
     at_root: bool = False
+    # Where it answers, if its address has no path.
+    addresses: list[str] = []
     features: JsonObject = {}
     # It honours idempotency keys.
     keys: bool = False
@@ -822,6 +824,8 @@ async def _probe(target: Target, way: Way) -> Seen:
         # Handlers in this process may print.
         with redirect_stdout(sys.stderr), progress(len(revisions) + plain, "Asking") as advance:
             seen = await Prober(target, way, app).look(revisions, plain=plain, advance=advance)
+            if target.kind == "url":
+                seen.addresses = _addresses(target, seen)
             if target.kind == "url" and any(seen.revisions.values()):
                 seen.tokens = await _tokens(target.address("/mcp"))
                 if seen.tokens is not None:
@@ -847,6 +851,18 @@ async def _probe(target: Target, way: Way) -> Seen:
     finally:
         if app is not None:
             await app.aclose()
+
+
+def _addresses(target: Target, seen: Seen) -> list[str]:
+    """Return where a server answers whose address has no path."""
+    if urlsplit(target.text).path:
+        return []
+    found = []
+    if any(seen.revisions.values()):
+        found.append(target.address("/mcp"))
+    if seen.jsonrpc.spoken:
+        found.append(target.address("/" if seen.at_root else "/rpc"))
+    return found
 
 
 def _revisions(way: Way) -> list[Revision]:
@@ -943,6 +959,8 @@ def _rows(seen: Seen) -> list[tuple[str, str]]:
     if plain.spoken and plain.methods is not None:
         found += f", {count_of(plain.methods, 'method')}"
     rows.append(("JSON-RPC", found))
+    if seen.addresses:
+        rows.append(("addresses", ", ".join(seen.addresses)))
     if seen.features:
         features = [
             name if count is True else count_of(count, name.removesuffix("s"))

@@ -6,7 +6,7 @@ as the upstream's `share` says. Such a conversation declares nothing, so its ser
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,10 +26,10 @@ from wirecall.errors import (
     UpstreamUnavailable,
 )
 from wirecall.gateway import tasks
-from wirecall.gateway.offers import NAMED, Merged, beginning, merged
+from wirecall.gateway.offers import NAMED, Merged, beginning, merged, there_are
 from wirecall.gateway.relay import Flying, Relay, cancel
 from wirecall.gateway.rounds import Bridge, ask_client
-from wirecall.gateway.session import INITIALIZED, UpstreamSession
+from wirecall.gateway.session import INITIALIZED, UnreachedSession, UpstreamSession
 from wirecall.gateway.translate import envelope
 from wirecall.gateway.wire import answer, members_of, one_line, raw_of, with_member
 from wirecall.logs import logger
@@ -221,7 +221,13 @@ class Front(Server):
         """Pass a request on to an upstream; return the answer."""
         gateway = self.gateway
         is_owned = gateway.is_owned(upstream, session)
-        conversation = await gateway.borrow(upstream, sender.caller, session)
+        try:
+            conversation = await gateway.borrow(upstream, sender.caller, session)
+        except UpstreamUnavailable as reason:
+            if message.method != "tools/call":
+                raise
+            conversation = UnreachedSession(upstream, reason)
+            conversation.enter()
         if session.level is not None and not is_owned:
             try:
                 await gateway.want_level(upstream, sender.caller, session, session.level)
@@ -639,7 +645,7 @@ class MergedFront(Front):
         if table is None or name not in table.places:
             table, missing = await self._table(kind, sender.caller, session)
             if kind == "tools" and name not in table.places and name not in table.shared:
-                self._refuse_denied(name)
+                self._refuse_denied(name, table.places)
                 if missing:
                     self._refuse_missing(name, missing)
         if kind == "resources" and name not in table.places:
@@ -660,12 +666,13 @@ class MergedFront(Front):
             ran="no",
         )
 
-    def _refuse_denied(self, name: str) -> None:
+    def _refuse_denied(self, name: str, names: Iterable[str]) -> None:
         for upstream in self.gateway.upstreams.values():
             denied = upstream.denied
             if name in denied or name.removeprefix(f"{upstream.name}__") in denied:
                 raise InvalidParams(
-                    f"the tool {name[:100]!r} of {upstream.name} is denied here", ran="no"
+                    f"the tool {name[:100]!r} of {upstream.name} is denied here; {there_are(names)}",
+                    ran="no",
                 )
 
     async def _by_template(self, uri: str, session: Session, sender: Sender) -> Any:

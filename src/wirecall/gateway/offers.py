@@ -13,7 +13,7 @@
 import base64
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -28,6 +28,8 @@ LONGEST = 48
 # Bytes of one definition, and definitions of all servers.
 MOST_BYTES = 64 << 10
 MOST = 2000
+# Names in an error.
+MOST_SHOWN = 20
 # The member that names an entry of each list.
 NAMED = {"tools": "name", "prompts": "name", "resources": "uri", "resourceTemplates": "uriTemplate"}
 
@@ -81,13 +83,21 @@ class Merged(Struct):
             )
         near = suggested(name, self.places)
         if near is None:
-            known = ", ".join(list(self.places)[:20]) or "none"
-            raise InvalidParams(f"there is no {what} {name[:100]!r}; there are: {known}", ran="no")
+            raise InvalidParams(
+                f"there is no {what} {name[:100]!r}; {there_are(self.places)}", ran="no"
+            )
         raise InvalidParams(
-            f"there is no {what} {name[:100]!r}; did you mean {near!r}?",
+            f"there is no {what} {name[:100]!r}; did you mean {near!r}? {there_are(self.places)}",
             ran="no",
             did_you_mean=near,
         )
+
+
+def there_are(names: Iterable[str]) -> str:
+    """Return the names that there are, for an error."""
+    shown = list(names)
+    more = ", ..." if len(shown) > MOST_SHOWN else ""
+    return f"there are: {', '.join(shown[:MOST_SHOWN]) or 'none'}{more}"
 
 
 def merged(kind: str, lists: Mapping[str, Sequence[Raw]], *, prefixes: bool = False) -> Merged:

@@ -34,6 +34,7 @@ from wirecall.errors import (
 )
 from wirecall.gateway import tasks, translate
 from wirecall.gateway.forward import ASK, FORWARD, Forward, Interim, forwarded, guarded
+from wirecall.gateway.offers import there_are
 from wirecall.gateway.rounds import STATE_MEMBER, Bridge, Declined, asks, resumed
 from wirecall.gateway.session import START_TIME, Report, UpstreamSession
 from wirecall.gateway.upstream import Slot
@@ -427,7 +428,10 @@ class Relay:
         # Written by us: of a member that occurs twice, server and gateway see the same one.
         flying.forward.params = raw_of(members_of(params))
         if not self.upstream.allows(call.name):
-            raise InvalidParams(f"the tool {call.name[:100]!r} is denied here", ran="no")
+            what = f"the tool {call.name[:100]!r} is denied here"
+            if self.upstream.tools is not None:
+                what += f"; {there_are(filter(self.upstream.allows, self.upstream.tools))}"
+            raise InvalidParams(what, ran="no")
         await self._know(call.name, params)
         if self.upstream.use_of(call.name) == "again":
             return self._read(flying.forward, await self._query(id, call, flying, sender))

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from wirecall.client.exchange import AnyEntry, Entry, Exchange
-from wirecall.errors import BadAnswer, CallFailed, NotSent, Refused, RpcError
+from wirecall.errors import BadAnswer, CallFailed, NotSent, Refused, RpcError, UpstreamUnavailable
 from wirecall.gateway import translate
 from wirecall.gateway.changes import Changes
 from wirecall.gateway.link import RelayLineLink
@@ -602,6 +602,20 @@ class UpstreamSession:
         while self.is_busy:
             self._news.clear()
             await self._news.wait()
+
+
+class UnreachedSession(UpstreamSession):
+    """Stands for a conversation with a server that cannot be reached: nothing is sent to it.
+
+    A recorded answer needs no server.
+    """
+
+    def __init__(self, upstream: "Upstream", reason: UpstreamUnavailable) -> None:
+        super().__init__(upstream)
+        self._reason = reason
+
+    async def ready(self) -> None:
+        raise self._reason
 
 
 def _nothing(_entry: AnyEntry) -> None:

@@ -18,7 +18,7 @@ from msgspec import UNSET, Raw, UnsetType
 
 from wirecall.errors import RpcError, rebuilt
 from wirecall.gateway.wire import META, members_of, raw_of
-from wirecall.mcp.revisions import STATELESS, Revision
+from wirecall.mcp.revisions import HANDSHAKE, STATELESS, Revision
 from wirecall.mcp.types import PREFIX, TASKS
 from wirecall.protocol.messages import encode
 from wirecall.version import __version__
@@ -104,6 +104,10 @@ def result_for(
     session: "UpstreamSession",
 ) -> bytes:
     """Return the result of a server for a client."""
+    if client is not None and server is None:
+        # It is recorded, and the server cannot be reached.
+        is_new = "resultType" in members_of(Raw(result))
+        server = STATELESS[-1] if is_new else HANDSHAKE[-1]
     if client is None or not _crosses(client, server):
         return result
     members: dict[str, Any] = {**members_of(Raw(result))}

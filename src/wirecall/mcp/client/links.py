@@ -83,6 +83,9 @@ MOMENT = 2.0  # seconds for the standing stream to begin
 FAREWELL = 2.0  # seconds to send the end of a session
 OPENING = 10.0  # seconds for a server of HTTP with SSE to name its address
 KNOWN = 1000  # max cached sets of headers
+# The reason of a cancellation. A gateway does not stop a command for one that speaks of time: this
+# client does not know whether a person or a deadline has ended the call.
+GAVE_UP = "the caller stopped waiting, or its time was over"
 
 # A client must accept both, because the server chooses (2025-03-26, sending messages).
 _BOTH = {"Content-Type": JSON, "Accept": f"{JSON}, {EVENTS}"}
@@ -150,7 +153,7 @@ class McpLink(Link):
         """
 
         async def report(id: int) -> None:
-            params = {"requestId": id, "reason": "the caller stopped waiting for the answer"}
+            params = {"requestId": id, "reason": GAVE_UP}
             message = {"jsonrpc": "2.0", "method": "notifications/cancelled", "params": params}
             with suppress(CallFailed, TimeoutError):
                 async with asyncio.timeout(FAREWELL):
