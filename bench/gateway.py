@@ -282,8 +282,9 @@ ROWS: dict[str, tuple[str, bytes, bytes]] = {
     "FastMCP's proxy, HTTP to stdio": ("FastMCP to stdio", call("/mcp", "price", OLD), PRICE),
     "mcp-proxy, HTTP to stdio": ("mcp-proxy to stdio", call("/mcp", "price", OLD), PRICE),
 }
-# Rows with so many connections at once.
+# Rows with so many connections at once. The query of our own server shows what the front takes.
 LOADED = (
+    "own query",
     "bare relay, HTTP to HTTP",
     "gateway, HTTP to HTTP",
     "bare relay, HTTP to stdio",
@@ -447,6 +448,8 @@ def measure_wrap() -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         ledger = f"sqlite:{folder}/wrap.db"
         wrap = [*PYTHON, "wirecall", "wrap", "--ledger", ledger, "--", *CHILD]
+        told = ["env", f"PYTHONPATH={ROOT}", f"BENCH_CHILD={json.dumps(CHILD)}"]
+        bare = [*told, *PYTHON, "bench.servers.relay", "pipe"]
         ways = {"direct": CHILD, "wrap": wrap}
         for _ in range(STARTS):
             for name, command in ways.items():
@@ -455,9 +458,10 @@ def measure_wrap() -> dict[str, float]:
                     server.time()
                     note(f"{name}, memory, MB", server.memory())
         for _ in range(LIVES):
-            with piped(CHILD) as direct, piped(wrap) as wrapped:
+            with piped(CHILD) as direct, piped(wrap) as wrapped, piped(bare) as relayed:
                 for _ in range(ROUNDS + 1):
                     note("direct, query, µs", direct.time())
+                    note("bare relay on a pipe, query, µs", relayed.time())
                     note("wrap, query, µs", wrapped.time())
     return best
 

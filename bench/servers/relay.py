@@ -5,6 +5,7 @@ It knows where the id stands in the messages of the bench, so it parses nothing.
 
     granian --interface rsgi bench.servers.relay:to_http     UPSTREAM is the address of the shop
     granian --interface rsgi bench.servers.relay:to_stdio
+    python -m bench.servers.relay pipe                       between stdin and stdout and the shop
     python -m bench.servers.relay fastmcp PORT               UPSTREAM, or the shop on stdio
 """
 
@@ -13,6 +14,8 @@ import json
 import os
 import sys
 from asyncio import subprocess
+from collections.abc import Callable
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -117,6 +120,42 @@ class ToStdio:
         protocol.response_bytes(200, [("content-type", "application/json")], found)
 
 
+class Passing(asyncio.Protocol):
+    """Passes bytes on as they come."""
+
+    def __init__(self, write: Callable[[bytes], object]) -> None:
+        self._write = write
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        self._write(data)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.over.set_result(None)
+
+
+async def on_pipe() -> None:
+    """Pass bytes on between stdin and stdout and a child, until stdin ends."""
+    ours, its = os.pipe()
+    child = await asyncio.create_subprocess_exec(*CHILD, stdin=subprocess.PIPE, stdout=its)
+    os.close(its)
+    assert child.stdin is not None
+    asked = Passing(child.stdin.write)
+    answered = Passing(partial(os.write, 1))
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: answered, os.fdopen(ours, "rb", 0))
+    await loop.connect_read_pipe(lambda: asked, sys.stdin)
+    await asked.over
+    child.stdin.close()
+    await child.wait()
+
+
+def pipe() -> None:
+    import uvloop
+
+    uvloop.run(on_pipe())
+
+
 to_http = ToHttp()
 to_stdio = ToStdio()
 
@@ -140,4 +179,7 @@ def fastmcp(port: int) -> None:
 
 
 if __name__ == "__main__":
-    {"fastmcp": fastmcp}[sys.argv[1]](int(sys.argv[2]))
+    if sys.argv[1] == "pipe":
+        pipe()
+    else:
+        fastmcp(int(sys.argv[2]))

@@ -104,8 +104,9 @@ def _run_gateway(folder: Path, log: IO[bytes], options: argparse.Namespace, bega
     ]
     for row in rows:
         print(f"\n{relayed.summary(run.stories, row)}")
-    for story in wrong:
-        print(f"    {story}")
+    for story in run.stories:
+        if story.faults or story.unseen:
+            print(f"    {story}")
     again = sum(story.sendings - 1 for story in run.stories)
     calls, swallowed, replays = (
         sum(getattr(told, name) for told in run.repeats)

@@ -22,8 +22,8 @@ The checker holds a trial to these rules:
    (docs/commands.md, "Calls without a key").
 2. No call is unseen whose tool stood still until the ledger had recorded the loss, or whose answer
    was cut in the middle.
-3. Every `ran` is true. After "no", each effect so far was reported as unknown. "unknown" comes
-   only after a kill. A result names a run of this trial.
+3. Every `ran` is true. After "no", each effect so far was reported as unknown, or is that of an
+   unseen call. "unknown" comes only after a kill. A result names a run of this trial.
 4. A call that is sent again after its answer came is another intent: it has its own effect, and its
    answer is not a replay.
 5. In the end no process remains.
@@ -121,9 +121,13 @@ class Story(Struct):
     kills: int = 0  # that met this trial
     unknowns: int = 0  # that its client received
     refusals: Counter[int] = msgspec.field(default_factory=Counter)  # by code
+    # The most effects after which an answer said `ran: "no"`, beyond those reported as unknown.
+    denied: int = 0
     answer: Answer | None = None
     effects: int = 0
     unseen: int = 0
+    # The states of its records, and how their answers ended, if there are more effects than known.
+    ends: list[tuple[str, str | None]] = []
     faults: list[str] = []
 
     def __str__(self) -> str:
@@ -134,7 +138,8 @@ class Story(Struct):
         met = f"{self.losses} losses, {self.kills} kills, {self.unknowns} unknown"
         return (
             f"{self.kind}, {self.order.method}: {trial}, {shape}: {met}, {self.effects} effects, "
-            f"refusals {dict(self.refusals)}, {self.answer}: {'; '.join(self.faults)}"
+            f"refusals {dict(self.refusals)}, records {self.ends}, {self.answer}: "
+            f"{'; '.join(self.faults)}"
         )
 
 
@@ -712,8 +717,8 @@ class Teller:
         else:
             story.faults.append(f"it was answered with {answer.code}")
             story.answer = answer
-        if answer.ran == "no" and effects > story.unknowns:
-            story.faults.append(f"{answer.code} says ran: no, after {effects} effects")
+        if answer.ran == "no":
+            story.denied = max(story.denied, effects - story.unknowns)
         return True
 
     async def _insist(self, held: Hold | None) -> None:
@@ -743,11 +748,18 @@ async def check(story: Story, door: Door, effects: list[Effect]) -> None:
     if len({effect.run for effect in effects}) != len(effects):
         story.faults.append("a run has two effects")
     extra = len(effects) - 1 - story.unknowns
-    if extra <= 0:
-        return
+    if extra > 0:
+        await _check_extra(story, door, extra)
+    # Of an unseen call the gateway knows nothing more, so the next one is a call that did not run.
+    if story.denied > story.unseen:
+        story.faults.append(f"an answer says ran: no, after {story.denied} effects")
+
+
+async def _check_extra(story: Story, door: Door, extra: int) -> None:
+    """Find out whether the gateway could see each loss of a story with more effects than intents."""
     await door.books.until_lost(story.order.method, MARK)
     records = await door.books.records(story.order.method)
-    ends = [(record.state.value, record.delivery) for record in records]
+    ends = story.ends = [(record.state.value, record.delivery) for record in records]
     handed_over = len([end for end in ends if end[1] == "written"])
     if ("done", "written") not in ends:  # a kill came before the mark of the last answer
         handed_over += 1

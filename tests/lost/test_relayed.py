@@ -5,6 +5,8 @@ import random
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,9 +22,11 @@ from tests.lost.relayed import (
     check,
     summary,
 )
-from tests.lost.senders import Raw
+from tests.lost.senders import Answer, Order, Raw
+from tests.lost.shop import Effect
 from tests.mcp.asgi import R4, R5, REVISIONS
 from tests.size import sized
+from wirecall.ledger.base import State
 
 SEED = int(os.environ.get("LOST_SEED") or random.randrange(1 << 32))
 
@@ -109,3 +113,37 @@ async def test_harness_of_the_gateway_finds_a_server_without_one(hall: Hall) -> 
     bare = HttpDoor(hall, "web", R5, Raw(R5, "bare", hall.web_port))
     with pytest.raises(AssertionError, match="doubled"):
         await live(hall, {bare: [Trial(moment="acted")]})
+
+
+class Shown:
+    """Records of a trial, as a ledger shows them."""
+
+    def __init__(self, *ends: tuple[State, str]) -> None:
+        self._records = [SimpleNamespace(state=state, delivery=end) for state, end in ends]
+
+    async def until_lost(self, tool: str, patience: float) -> bool:
+        return False
+
+    async def records(self, tool: str) -> Any:
+        return self._records
+
+
+async def judged(*ends: tuple[State, str], losses: int) -> Story:
+    """Return a story with two effects, of which the first was followed by `ran: "no"`."""
+    order = Order("pay", "pay")
+    story = Story("web", order, WRITTEN[0], losses=losses, denied=1, answer=Answer(run="two"))
+    effects = [Effect("pay", "web", "", run) for run in ("one", "two")]
+    door: Any = SimpleNamespace(books=Shown(*ends))
+    await check(story, door, effects)
+    return story
+
+
+async def test_harness_of_the_gateway_knows_that_an_unseen_call_is_followed_by_a_new_one() -> None:
+    """The connection of a client ended while it read "unknown", of which it had every byte."""
+    seen = await judged((State.UNKNOWN, "written"), (State.DONE, "written"), losses=2)
+    assert (seen.unseen, seen.faults) == (1, [])
+    doubled = await judged((State.UNKNOWN, "undelivered"), (State.DONE, "written"), losses=2)
+    assert [fault.split(":")[0] for fault in doubled.faults] == [
+        "doubled",
+        "an answer says ran",
+    ]

@@ -96,14 +96,12 @@ class Forward(Struct, eq=False):
         Raises `TimeoutError` if a round has no answer within the `timeout` of the upstream.
         """
         params = self.params
-        timeout = self.session.upstream.origin.timeout
+        upstream = self.session.upstream
+        timeout = upstream.origin.timeout
         while True:
             asking = self.session.ask(self.method, params, report=self.report, on_sent=self.note)
-            if timeout is None:
+            with upstream.timeouts.within(timeout):
                 result = await asking
-            else:
-                async with asyncio.timeout(timeout):
-                    result = await asking
             if self.bridge is not None and asks(result):
                 assert self.slot is not None
                 async with self.slot.aside():

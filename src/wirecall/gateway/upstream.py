@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 from msgspec import Raw, Struct
 
+from wirecall.aio import Timeouts
 from wirecall.client.delivery import Clock, RealClock
 from wirecall.client.links import Pipe
 from wirecall.errors import CallFailed, ConnectionLost, NotSent, UpstreamUnavailable
@@ -347,6 +348,8 @@ class Upstream:
         self.starts = Starts(clock)
         self.breaker = Breaker(clock)
         self.places = Places(origin.in_flight)
+        # The time limits of its calls.
+        self.timeouts = Timeouts()
         # The tools that lists have named, by name. None: no list was read since the last change.
         self.tools: dict[str, ToolEntry] | None = None
         self.clock = clock

@@ -108,6 +108,8 @@ class HttpServer:
         # Whether the server is bound to a loopback address; None: look at each request.
         self.is_loopback: bool | None = None
         self.timeouts = Timeouts()
+        # The requests whose clients are not watched yet (`HttpRequest.watch_soon`).
+        self.watches = Timeouts()
         self.arrivals = Arrivals()
         self._authenticate = authenticate
         self._access = access

@@ -105,6 +105,18 @@ class HttpError(WirecallError):
         self.data = data
 
 
+class _Due:
+    """A request whose client is watched when this expires."""
+
+    __slots__ = ("_request",)
+
+    def __init__(self, request: "HttpRequest") -> None:
+        self._request = request
+
+    def expire(self) -> None:
+        self._request._begin_watch()
+
+
 class HttpRequest(ABC):
     """One HTTP request as an endpoint sees it, and how to answer it.
 
@@ -150,7 +162,7 @@ class HttpRequest(ABC):
     # A future that is done when the client has left, while it is watched.
     _watcher: "asyncio.Future[None] | None" = None
     # Begins to watch. None: `watch_soon` was not called, or it watches.
-    _due: "asyncio.TimerHandle | None" = None
+    _due: "_Due | None" = None
     # Called when the client has left.
     _on_leaving: Callable[[], object] | None = None
     # The bytes of the stream since the loop last had a turn.
@@ -337,7 +349,8 @@ class HttpRequest(ABC):
             self._begin_watch()
             return
         loop = asyncio.get_running_loop()
-        self._due = loop.call_later(WATCH_AFTER, self._begin_watch)
+        self._due = due = _Due(self)
+        self._server.watches.watch(due, loop.time() + WATCH_AFTER, loop)
 
     def _begin_watch(self) -> None:
         self._cancel_due()
@@ -355,7 +368,7 @@ class HttpRequest(ABC):
 
     def _cancel_due(self) -> None:
         if self._due is not None:
-            self._due.cancel()
+            self._server.watches.forget(self._due)
             self._due = None
 
     def attend(self) -> None:
