@@ -576,6 +576,52 @@ async def test_run_whose_lease_could_not_be_renewed_is_not_given_up(
     assert world.effects == [5]
 
 
+async def test_run_whose_renewal_takes_long_is_not_given_up(
+    app: App, alice: Wire, world: World, store: Store, clock: LoopClock
+) -> None:
+    """The store is slow to renew, and quick to judge: the claim waits for the renewal."""
+    app.command(name="charge")(world.held_after)
+    await lose(alice, app, world)
+    ledger = await app.ledger()
+    lost = await undelivered(ledger)
+    renew = ledger.heartbeat
+    asked = asyncio.Event()
+    answers = asyncio.Event()
+
+    async def slow(*terms: Any) -> bool:
+        asked.set()
+        await answers.wait()
+        return await renew(*terms)
+
+    vars(ledger)["heartbeat"] = slow
+    clock.advance(LEASE / 3 + 1)
+    async with asyncio.timeout(PATIENCE):
+        await asked.wait()
+    store.age(lost.id, LEASE + 1)
+    clock.advance(LEASE)
+    assert app._commands is not None
+    background = app._commands._background
+    waits = asyncio.Event()
+    catch_up = background.catch_up
+
+    async def catches_up(loop: asyncio.AbstractEventLoop) -> None:
+        waits.set()
+        await catch_up(loop)
+
+    vars(background)["catch_up"] = catches_up
+    claims = await watch(app, "claim")
+    again = alice.send("charge", PARAMS)
+    claimed = asyncio.create_task(next_of(claims))
+    waiting = asyncio.create_task(waits.wait())
+    await asyncio.wait((claimed, waiting), return_when=asyncio.FIRST_COMPLETED)
+    assert not claimed.done()
+    answers.set()
+    await claimed
+    world.gate.set()
+    assert await again.told() == REPLAY
+    assert world.effects == [5]
+
+
 async def test_wait_for_a_holder_that_renews_its_lease_ends_as_declared(
     app: App, alice: Wire, world: World, store: Store, ledger: Ledger
 ) -> None:

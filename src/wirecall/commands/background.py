@@ -54,7 +54,8 @@ class Background:
         self._pauses: set[asyncio.Future[None]] = set()
         # When the lease of a run is due, by the loop's clock. None: it is being renewed.
         self._renewals: dict[Run, float | None] = {}
-        self._renewing: set[asyncio.Task[None]] = set()
+        # Until when each renewal in flight is in time, by the loop's clock.
+        self._renewing: dict[asyncio.Task[None], float] = {}
         # Runs whose last renewal has failed.
         self._missed: set[Run] = set()
         self._beat: asyncio.TimerHandle | None = None
@@ -177,8 +178,13 @@ class Background:
         self._missed.discard(run)
 
     def is_behind(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Return whether a renewal is late or has failed: leases of this process may be over."""
-        return self._beat_at < loop.time() or bool(self._missed)
+        """Return whether a renewal is late, has failed, or takes long: leases of this process may be
+        over.
+        """
+        now = loop.time()
+        if self._beat_at < now or self._missed:
+            return True
+        return any(in_time < now for in_time in self._renewing.values())
 
     async def catch_up(self, loop: asyncio.AbstractEventLoop) -> None:
         """Renew the leases that are due, and wait until they are renewed."""
@@ -200,8 +206,8 @@ class Background:
                 self._renewals[run] = None
                 renewing = loop.create_task(self._renew(run, now))
                 self._keep(renewing)
-                self._renewing.add(renewing)
-                renewing.add_done_callback(self._renewing.discard)
+                self._renewing[renewing] = due + run.method.terms.lease / 3
+                renewing.add_done_callback(self._renewing.pop)
         later = [due for due in self._renewals.values() if due is not None]
         if later:
             self._beat_at = min(later)

@@ -159,6 +159,62 @@ async def test_enough_calls_do_not_wait(ledger: Ledger, monkeypatch: pytest.Monk
     assert {record.state for record in records} == {State.RUNNING}
 
 
+@pytest.mark.parametrize("name", ["claim", "commit_point", "complete"])
+async def test_call_that_fails_in_a_group_fails_alone(
+    name: str, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PostgreSQL undoes the whole statement, so each of its calls is sent again alone."""
+    ids = [structs.replace(ID, key=str(number)) for number in range(5)]
+    bad = 2
+    calls: list[Any] = []
+    if name == "claim":
+        ids[bad] = structs.replace(ID, key="k" * 300)
+        calls = [ledger.claim(claim_of(id)) for id in ids]
+    else:
+        tokens = [(await granted(ledger, id, committed=False)).token for id in ids]
+        tokens[bad] = structs.replace(tokens[bad], fence=2**70)
+    if name == "commit_point":
+        calls = [ledger.commit_point(token, LEASE) for token in tokens]
+    elif name == "complete":
+        calls = [ledger.complete(token, outcome_of(), RETENTION) for token in tokens]
+    sent = Sent(monkeypatch)
+    answers: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
+    assert sent.names == [name] * 6
+    assert isinstance(answers.pop(bad), LedgerDown)
+    del ids[bad]
+    for id, answer in zip(ids, answers, strict=True):
+        record = await present(ledger, id)
+        assert answer is True or (answer.nonce, answer.attempts) == (record.nonce, 1)
+        assert record.committed is (name != "complete")
+        assert (record.state is State.DONE) is (name == "complete")
+
+
+async def test_caller_that_leaves_a_group_does_not_disturb_it(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its statement leaves, and while it is on the wire."""
+    await granted(ledger)
+    sent = Sent(monkeypatch)
+    sent.open.clear()
+    ids = [structs.replace(ID, key=f"{number}") for number in range(4)]
+    claims = [asyncio.ensure_future(ledger.claim(claim_of(id))) for id in ids]
+    await asyncio.sleep(0)  # they are in the queue
+    claims[0].cancel()
+    assert await sent.seen.get() == "claim"
+    claims[1].cancel()
+    sent.open.set()
+    answers = await asyncio.gather(*claims, return_exceptions=True)
+    assert [isinstance(answer, asyncio.CancelledError) for answer in answers] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    found = [await ledger.get(id) for id in ids]
+    assert [record is not None for record in found] == [False, True, True, True]
+    assert sent.names.count("claim") == 1
+
+
 async def test_calls_that_wait_when_the_ledger_stops_are_refused(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,7 +36,7 @@ import re
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from importlib.resources import files
 from itertools import chain, compress, count
 from typing import Any, TypeAlias
@@ -152,6 +152,8 @@ Names: TypeAlias = list[bytes]
 # When records began, and their names.
 Timed: TypeAlias = list[tuple[int, bytes]]
 Tasks: TypeAlias = list[str]
+# Sets of newest records, each with the rank of a state.
+Sets: TypeAlias = list[tuple[bytes, int]]
 # The servers that are not fully scanned, and their cursors.
 Walk: TypeAlias = deque[tuple[Node, int]]
 
@@ -445,7 +447,11 @@ class RedisLedger:
     ) -> Records:
         if not self._is_indexed:
             return await self._list_all(state, limit, after, only)
-        names = self._names_by_time(state, limit, after, only)
+        sets, least, most = await self._range_of(state, after, only)
+        if only.caller is None:
+            names = self._names_by_time(sets, least, most, max(1, limit))
+        else:
+            names = self._names_of_caller(only.caller, sets, least, most)
         found: Records = []
         async for page in names:
             found += await self._views(page, state, after, only)
@@ -469,24 +475,26 @@ class RedisLedger:
         ]
         return sorted(found, key=lambda record: record.place, reverse=True)
 
+    async def _range_of(
+        self, state: State | None, after: Place | None, only: Only
+    ) -> tuple[Sets, int, int]:
+        """Return where a page is: sets and states in them, and the first and last moment."""
+        methods = [only.method] if only.method is not None else await self._known_methods()
+        ranks = {RANKS[stored] for stored, _ in STORED[state]}
+        sets = [(self._newest(method), rank) for method in methods for rank in ranks]
+        least = _since_2020(only.since)
+        most = _since_2020(min(only.until, after[0] if after else math.inf))
+        return sets, least, most
+
     async def _names_by_time(
-        self, state: State | None, limit: int, after: Place | None, only: Only
+        self, sets: Sets, least: int, most: int, size: int
     ) -> AsyncGenerator[Names, None]:
         """Yield names of records, the newest first, in pages.
 
         A record may have changed since its name was noted.
         """
-        methods = [only.method] if only.method is not None else await self._known_methods()
-        ranks = {RANKS[stored] for stored, _ in STORED[state]}
-        sets = [(self._newest(method), rank) for method in methods for rank in ranks]
-        chunk = self._chunk
-        if only.caller is not None:
-            chunk = partial(self._chunk_of_caller, only.caller)
-        least = _since_2020(only.since)
-        most = _since_2020(min(only.until, after[0] if after else math.inf))
-        size = max(1, limit)
         while True:
-            chunks = await asyncio.gather(*(chunk(*each, least, most, size) for each in sets))
+            chunks = await asyncio.gather(*(self._chunk(*each, least, most, size) for each in sets))
             # Below the last of a full chunk, there may be others that are newer than the rest.
             full = [chunk[-1][0] for chunk in chunks if len(chunk) >= size]
             least_sure = max(full, default=least)
@@ -520,21 +528,39 @@ class RedisLedger:
         equals = await self._ask("ZRANGEBYSCORE", newest, *bounds)
         return [*dict.fromkeys([*found, *((last, name) for name in equals)])]
 
-    async def _chunk_of_caller(
-        self, caller: str, newest: bytes, rank: int, least: int, most: int, size: int
-    ) -> Timed:
-        """Return the same of one caller. The server compares the names, a few at a time."""
+    async def _names_of_caller(
+        self, caller: str, sets: Sets, least: int, most: int
+    ) -> AsyncGenerator[Names, None]:
+        """Yield the same of one caller. The server compares the names, some of each set at once."""
         beginning = self._prefix + _quoted(caller).encode() + b":"
-        lowest = rank * RANK + least
-        highest = rank * RANK + most
-        found: dict[bytes, int] = {}
-        while len(found) < size and highest >= lowest:
-            terms = highest, lowest, WALK, beginning
-            following, *pairs = await self._run_on("of_caller", [newest], *terms)
-            for score, name in zip(pairs[::2], pairs[1::2], strict=True):
-                found[name] = int(float(score)) - rank * RANK
-            highest = int(following)
-        return [(at, name) for name, at in found.items()]
+        # The sets that are not searched to their end, and the moment at which each step begins.
+        left = dict.fromkeys(sets, most)
+        found: set[tuple[int, bytes]] = set()
+        while left:
+            steps = (self._step(*each, least, at, beginning) for each, at in left.items())
+            following: dict[tuple[bytes, int], int] = {}
+            for each, (names, at) in zip(left, await asyncio.gather(*steps), strict=True):
+                found.update(names)
+                if at >= least:
+                    following[each] = at
+            left = following
+            # At that moment and before it, a set may have others.
+            unsure = max(left.values(), default=-1)
+            sure = sorted((place for place in found if place[0] > unsure), reverse=True)
+            found.difference_update(sure)
+            yield [name for _, name in sure]
+
+    async def _step(
+        self, newest: bytes, rank: int, least: int, most: int, beginning: bytes
+    ) -> tuple[Timed, int]:
+        """Return names in a set that begin like that, and the moment at which the next step begins."""
+        terms = rank * RANK + most, rank * RANK + least, WALK, beginning
+        following, *pairs = await self._run_on("of_caller", [newest], *terms)
+        names = [
+            (int(float(score)) - rank * RANK, name)
+            for score, name in zip(pairs[::2], pairs[1::2], strict=True)
+        ]
+        return names, int(following) - rank * RANK
 
     async def _note(self, ids: Ids) -> None:
         """Note the places of records in the order of time."""

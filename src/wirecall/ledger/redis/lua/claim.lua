@@ -94,7 +94,11 @@ local function run(fence, committed, attempts, started_at, ...)
   hold(
     lease, retention, committed, may_rerun, 'state', 'running', 'fence', whole(fence), 'nonce', nonce, 'fingerprint', fingerprint,
     'committed', committed, 'attempts', whole(attempts), 'started_at', started_at, 'retention', retention, 'v', VERSION, ...)
-  if may_rerun == '1' then redis.call('HSET', record, 'may_rerun', '1') else redis.call('HDEL', record, 'may_rerun') end
+  if may_rerun == '1' then
+    redis.call('HSET', record, 'may_rerun', '1')
+  elseif state then -- an earlier claim may have set it
+    redis.call('HDEL', record, 'may_rerun')
+  end
   began = started_at
   note('running')
 end

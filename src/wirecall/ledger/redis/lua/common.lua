@@ -28,8 +28,8 @@ end
 local newest = KEYS[2]
 local RANKS = {running = 0, waiting = 1, unknown = 2, done = 3, tombstone = 4}
 
--- When the record began, if the script has read that.
-local began
+-- When the record began, and the state that it had, if the script has read them.
+local began, was
 
 -- The place of a record in the set of its method: a rank of 2^50 microseconds for each state, counted from 2020.
 local function place_of(state, started_at)
@@ -62,13 +62,13 @@ local call = ''
 -- The answer to a call of the token ARGV[1] (fence), ARGV[2] (nonce), where it needs no write: 0 unless the token holds the
 -- record, and it is in one of these states; 1 if this very call, ARGV[3], has been here before.
 local function answered(...)
-  local state, fence, nonce, last
-  state, fence, nonce, last, began = unpack(redis.call('HMGET', record, 'state', 'fence', 'nonce', 'call', 'started_at'))
+  local fence, nonce, last
+  was, fence, nonce, last, began = unpack(redis.call('HMGET', record, 'state', 'fence', 'nonce', 'call', 'started_at'))
   if fence ~= ARGV[1] or nonce ~= ARGV[2] then return 0 end
   if last == ARGV[3] then return 1 end
   call = ARGV[3]
   for _, allowed in ipairs({...}) do
-    if state == allowed then return nil end
+    if was == allowed then return nil end
   end
   return 0
 end
@@ -182,9 +182,9 @@ local function turn_with_outcome(state, kept, kind, digest, payload, ...)
 end
 
 local function finish(retention, kind, digest, payload)
-  local was = redis.call('HGET', record, 'state')
+  local before = was or redis.call('HGET', record, 'state')
   turn_with_outcome('done', retention, kind, digest, payload, 'retention', retention, 'completed_at', whole(now))
-  if was == 'unknown' then line_up() end
+  if before == 'unknown' then line_up() end
 end
 
 -- Fields as one string, since the driver is pure Python and reads the elements of an array one by one: their lengths
