@@ -347,6 +347,7 @@ class ScriptedSource:
         stated = ["destructiveHint", "idempotentHint", "openWorldHint"]
         return {
             "name": name,
+            "rows": [name, f"tools/call:{name}"],
             "kind": "query" if is_query else "command",
             "tool": True,
             "title": None,

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -392,6 +393,8 @@ def test_page_methods_shows_annotations_as_words(looker: Looker, console: Consol
     assert line.locator(".badge svg.icon").count() == len(badges)
     line = page.locator(".method", has=page.get_by_role("heading", name="price"))
     assert line.locator(".badge").all_inner_texts() == ["read-only", "closed world"]
+    calls = line.get_by_role("link", name="its calls").get_attribute("href") or ""
+    assert unquote(calls) == '/calls?filter=method:"price","tools/call:price"'
     assert page.locator("main img").count() == 0
     page.get_by_label("Find").fill("destructive")
     page.wait_for_url("**?find=destructive")

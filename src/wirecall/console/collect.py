@@ -421,8 +421,7 @@ class Collector:
         totals = self.methods_total()
         described = []
         for method in found["methods"]:
-            names = (method["name"], f"tools/call:{method['tool_name']}")
-            both = [totals[name] for name in names if name in totals]
+            both = [totals[name] for name in method["rows"] if name in totals]
             described.append({**method, **figures(merged(both))})
         return {"methods": described}
 

@@ -268,6 +268,8 @@ class Facts:
         return {
             "name": method.name,
             "tool_name": method.tool_name,
+            # The methods of the rows about its calls, by both protocols.
+            "rows": [method.name, f"tools/call:{method.record}"],
             "kind": method.kind.value,
             "tool": is_tool,
             "rpc": "rpc" in method.expose,
