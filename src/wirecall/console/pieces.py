@@ -6,12 +6,13 @@ made of whole pieces: its first rows may be known to the reader.
 """
 
 from collections import deque
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 from msgspec import Raw
 
-from wirecall.console.ring import Ring
+if TYPE_CHECKING:
+    from wirecall.console.ring import Ring
 
 # Rows of the pieces that are kept. More would not fit into the memory of the ring.
 KEPT = 1024
@@ -30,7 +31,7 @@ class Piece(NamedTuple):
 class Pieces:
     """The newest rows of a ring, encoded."""
 
-    def __init__(self, ring: Ring) -> None:
+    def __init__(self, ring: "Ring") -> None:
         self._ring = ring
         self._kept: deque[Piece] = deque()
         self._size = 0
