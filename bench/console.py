@@ -22,6 +22,8 @@ from pathlib import Path
 from threading import Event, Thread
 
 import msgspec
+import psutil  # type: ignore[import-untyped]
+from msgspec import Struct
 
 from targets import Target, report
 from wirecall import App
@@ -146,6 +148,30 @@ async def megabytes(make: Callable[[int], bytes]) -> float:
 # --- over HTTP ------------------------------------------------------------------------------------
 
 
+class Server(Struct):
+    """One server, and the work that it has done in the rounds."""
+
+    port: int
+    process: psutil.Process
+    calls: float = 0.0
+    # Of its own process: the watchers and the console have theirs.
+    cpu_seconds: float = 0.0
+    rates: list[float] = []
+
+    async def measure(self) -> None:
+        """Take part in one round."""
+        before = sum(self.process.cpu_times()[:2])
+        rate = await rate_of(self.port)
+        self.cpu_seconds += sum(self.process.cpu_times()[:2]) - before
+        self.calls += rate * SECONDS
+        self.rates.append(rate)
+
+    @property
+    def microseconds(self) -> float:
+        """The time of the processor for one call."""
+        return self.cpu_seconds / self.calls * 1e6
+
+
 async def rate_of(port: int) -> float:
     """Return the calls per second of one server."""
     body = message(1)
@@ -173,8 +199,8 @@ async def rate_of(port: int) -> float:
     return calls / (time.perf_counter() - began)
 
 
-def serve(stack: ExitStack, folder: Path, *options: str) -> tuple[int, int]:
-    """Start a server; return its port and its process id."""
+def serve(stack: ExitStack, folder: Path, *options: str) -> Server:
+    """Start a server."""
     command = [sys.executable, "-m", "wirecall", "serve", "app.py", "--http", "127.0.0.1:0"]
     process = stack.enter_context(
         subprocess.Popen([*command, *options], cwd=folder, stderr=subprocess.PIPE)
@@ -186,7 +212,7 @@ def serve(stack: ExitStack, folder: Path, *options: str) -> tuple[int, int]:
         if not line:
             raise SystemExit("the server did not start")
         if "Listening on" in line:
-            return int(line.strip().rpartition(":")[2]), process.pid
+            return Server(int(line.strip().rpartition(":")[2]), psutil.Process(process.pid))
 
 
 def watch(stack: ExitStack, pid: int) -> Event:
@@ -209,30 +235,42 @@ def watch(stack: ExitStack, pid: int) -> Event:
 
 
 async def over_http() -> dict[str, float]:
-    """Return the median ratios of the calls per second to those of a server without a tap."""
-    ratios: dict[str, list[float]] = {"unwatched": [], "watched": []}
+    """Return the median ratios of the calls per second to those of a server without a tap.
+
+    And what a call costs each server: other programs disturb that less.
+    """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         (folder / "app.py").write_text(APP)
-        plain, _ = serve(stack, folder)
-        tapped, _ = serve(stack, folder, "--metrics", "127.0.0.1:0")
-        watched, pid = serve(stack, folder, "--metrics", "127.0.0.1:0")
-        watchers = [watch(stack, pid) for _ in range(3)]
+        plain = serve(stack, folder)
+        tapped = serve(stack, folder, "--metrics", "127.0.0.1:0")
+        watched = serve(stack, folder, "--metrics", "127.0.0.1:0")
+        watchers = [watch(stack, watched.process.pid) for _ in range(3)]
         ends_at = time.perf_counter() + LONGEST
         while not all(seen.is_set() for seen in watchers):
             if time.perf_counter() > ends_at:
                 raise SystemExit(f"the watchers showed no call within {LONGEST:.0f} s")
-            await rate_of(watched)
-        ports = [plain, tapped, watched]
-        for port in ports:
-            await rate_of(port)
+            await rate_of(watched.port)
+        servers = [plain, tapped, watched]
+        for server in servers:
+            await rate_of(server.port)
         for _ in range(HTTP_ROUNDS):
-            rates = {port: await rate_of(port) for port in ports}
-            ratios["unwatched"].append(rates[tapped] / rates[plain])
-            ratios["watched"].append(rates[watched] / rates[plain])
+            for server in servers:
+                await server.measure()
             # The first of a round has no advantage.
-            ports.append(ports.pop(0))
-    return {name: statistics.median(each) for name, each in ratios.items()}
+            servers.append(servers.pop(0))
+
+    def ratio(server: Server) -> float:
+        pairs = zip(server.rates, plain.rates, strict=True)
+        return statistics.median(rate / first for rate, first in pairs)
+
+    return {
+        "unwatched": ratio(tapped),
+        "watched": ratio(watched),
+        "plain_us": plain.microseconds,
+        "unwatched_us": tapped.microseconds,
+        "watched_us": watched.microseconds,
+    }
 
 
 def main() -> int:
@@ -243,6 +281,10 @@ def main() -> int:
     single, _, tapped_single = asyncio.run(in_process(1))
     print(f"  {single:.2f} us per single call, {tapped_single:.2f} of it with a tap")
     http = asyncio.run(over_http())
+    print(
+        f"  {http['plain_us']:.1f} us of the server per call over HTTP without a tap, "
+        f"{http['unwatched_us']:.1f} with one, {http['watched_us']:.1f} with three watchers"
+    )
     figures = {
         "entry_us": cost,
         "off": idle,

@@ -8,6 +8,7 @@ from typing import Any
 
 from wirecall.console.filter import read_filter
 from wirecall.console.source import FeedEvent, NotFound, Refusal
+from wirecall.console.typed import message_of
 
 AT = 1_790_000_000.0
 WORKER = "a1b2c3"
@@ -346,6 +347,7 @@ class ScriptedSource:
         stated = ["destructiveHint", "idempotentHint", "openWorldHint"]
         return {
             "name": name,
+            "rows": [name, f"tools/call:{name}"],
             "kind": "query" if is_query else "command",
             "tool": True,
             "title": None,
@@ -364,9 +366,8 @@ class ScriptedSource:
     async def attempt(self, name: str, request: Any, *, actor: str) -> Any:
         is_repeated = any(each["key"] == request["key"] for each in self.attempts)
         self.attempts.append(request)
-        params = request["params"]
         return {
-            "message": f'{{"jsonrpc":"2.0","method":"{name}","params":{params},"id":1}}',
+            "message": message_of(name, request),
             "answer": '{"jsonrpc":"2.0","result":"done","id":1}',
             "replayed": is_repeated,
             "ms": 3.5,

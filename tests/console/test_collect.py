@@ -29,6 +29,7 @@ from wirecall.console.worker import Gone, Served, WorkerLink, describe, links_in
 from wirecall.errors import KeyConflict, UsageError
 from wirecall.ledger.base import RecordId
 from wirecall.protocol.secrets import Secret
+from wirecall.testing import client
 
 PATIENCE = 60.0
 
@@ -163,6 +164,33 @@ async def test_collector_methods_have_annotations(server: Server, collector: Col
     assert methods["charge"]["annotations"]["destructiveHint"] is None
     assert "destructive unstated" in methods["charge"]["badges"]
     assert methods["charge"]["params"]["properties"]["cents"]["type"] == "integer"
+
+
+async def test_collector_methods_count_the_calls_of_both_protocols(
+    server: Server, collector: Collector
+) -> None:
+    """A tool has another name if that of its method has a dot."""
+    for app in server.apps:
+
+        @app.query(name="v1.stock")
+        def stock(sku: str) -> int:
+            return 1
+
+        @app.command(name="v1.order")
+        def order(sku: str) -> str:
+            return sku
+
+    app = server.apps[0]
+    async with client(app, protocol="mcp") as calls:
+        await calls.call_tool("v1_stock", {"sku": "a"})
+        await calls.call_tool("v1_order", {"sku": "a"})
+    await send(app, call(1, "v1.stock", sku="a"))
+    methods = {each["name"]: each for each in (await collector.methods())["methods"]}
+    assert methods["v1.stock"]["calls"] == 2
+    assert methods["v1.order"]["calls"] == 1
+    for name, number in (("v1.stock", 2), ("v1.order", 1)):
+        rows = ",".join(f'"{row}"' for row in methods[name]["rows"])
+        assert len((await collector.calls(f"method:{rows}"))["rows"]) == number
 
 
 async def test_collector_attempt_asks_for_the_name_and_keeps_the_text(

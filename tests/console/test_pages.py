@@ -4,12 +4,14 @@ import json
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import pytest
 
 from tests.console.browser import PATIENCE, Console, Looker, until
 from tests.console.scripted import AT, ScriptedSource, row
 from tests.console.shop import BATCH, CRITICAL, ENTRIES, PAGES, address, first_record, servers
+from wirecall.console.typed import message_of
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -340,6 +342,9 @@ def test_page_ledger_leads_to_what_is_unknown(
 def test_page_record_resolves(looker: Looker, console: Console, source: ScriptedSource) -> None:
     looker.expected = ["400"]
     page = looker.open(console, f"/ledger/{first_record(source)}")
+    # Both answers of a person are drawn, beside the paths of the server.
+    words = page.locator("svg.states text.small").all_text_contents()
+    assert {"it happened", "it did not happen", "complete", "lost"} <= set(words)
     resolve(page, "It happened", "The bank shows the payment.", "wrong!")
     page.get_by_role("alert").get_by_text("These are not its last characters").wait_for()
     page.get_by_label(re.compile("characters of the key")).fill("rder-7")
@@ -388,6 +393,8 @@ def test_page_methods_shows_annotations_as_words(looker: Looker, console: Consol
     assert line.locator(".badge svg.icon").count() == len(badges)
     line = page.locator(".method", has=page.get_by_role("heading", name="price"))
     assert line.locator(".badge").all_inner_texts() == ["read-only", "closed world"]
+    calls = line.get_by_role("link", name="its calls").get_attribute("href") or ""
+    assert unquote(calls) == '/calls?filter=method:"price","tools/call:price"'
     assert page.locator("main img").count() == 0
     page.get_by_label("Find").fill("destructive")
     page.wait_for_url("**?find=destructive")
@@ -399,7 +406,9 @@ def test_page_try_form_keeps_the_text(
 ) -> None:
     page = looker.open(console, "/methods/charge/try")
     text = page.get_by_label("Params as JSON")
-    text.fill('{"b": 1.10, "cents": 1, "a": {"z": 1e400}}')
+    text.fill('{"b": 1.10, "cents": 1, "a": {"z": 1E+2}}')
+    # The form follows the text. A change before that would be made of two values.
+    until(page, "[...document.querySelectorAll('.field input')].some(it => it.value === '1')")
     page.get_by_label("cents").fill("12345678901234567890")
     page.get_by_label("order").fill('quote " and ü')
     page.get_by_label("currency").select_option("CHF")
@@ -408,13 +417,16 @@ def test_page_try_form_keeps_the_text(
     page.get_by_role("button", name="Add an item").click()
     page.get_by_role("button", name="Remove item 1").wait_for()
     expected = (
-        '{"b": 1.10, "cents": 12345678901234567890, "a": {"z": 1e400}, '
+        '{"b": 1.10, "cents": 12345678901234567890, "a": {"z": 1E+2}, '
         '"order": "quote \\" and ü", "currency": "CHF", "express": true, "note": null, '
         '"lines": [""]}'
     )
     until(page, "document.getElementById('params').value", expected)
+    shown = page.get_by_label("Message", exact=True).text_content()
     page.get_by_role("button", name="Send").click()
     page.get_by_text("▸ ran in").wait_for()
+    sent = message_of("charge", source.attempts[-1])
+    assert shown == sent
     assert source.attempts[-1]["params"] == expected
     key = source.attempts[-1]["key"]
     assert key.startswith("try-")
@@ -473,6 +485,8 @@ def test_page_readonly_has_no_actions(
 
 def test_page_audit_verifies(looker: Looker, console: Console) -> None:
     page = looker.open(console, "/audit")
+    until(page, "document.querySelectorAll('tbody tr').length === 12")
+    assert set(page.locator("td:nth-child(3)").all_inner_texts()) == {"✓ ok", "↻ replayed"}
     page.get_by_role("button", name="Verify the chain").click()
     page.get_by_text("verified up to line 12").wait_for()
     page.get_by_label("Filter", exact=True).fill("order-3")
@@ -517,7 +531,7 @@ def test_page_upstreams_leads_to_the_one_that_is_down(
     page.get_by_role("navigation").get_by_role("link", name="Upstreams").click()
     assert page.get_by_role("navigation").get_by_role("link", name="Methods").count() == 0
     line = page.locator("tbody tr", has_text="calendar")
-    line.get_by_text("down, tried again in 8 s").wait_for()
+    line.get_by_text("next try in 8 s").wait_for()
     assert page.get_by_text("it ended 5 times within a minute").count() == 1
     line.get_by_role("link", name="calendar").click()
     page.wait_for_url("**/upstreams/calendar")
@@ -636,6 +650,20 @@ def test_page_fits_a_narrow_screen(
         page.locator("main h1").wait_for()
         until(page, "!document.body.textContent.includes('Reading…')")
         assert page.evaluate("document.documentElement.scrollWidth") <= 360, path
+
+
+def test_page_on_a_telephone_shows_what_matters_first(
+    looker: Looker, console: Console, source: ScriptedSource
+) -> None:
+    page = looker.open(console, viewport={"width": 360, "height": 740})
+    person = page.locator("section.person").bounding_box()
+    assert person is not None
+    assert person["y"] + person["height"] < 500
+    # No link of the navigation is cut off.
+    until(page, "(nav => nav.scrollWidth <= nav.clientWidth)(document.querySelector('nav'))")
+    page.goto(console.url + address(source, "/ledger/RECORD"))
+    page.get_by_text("○ absent → ► running → ? unknown").wait_for()
+    assert page.locator("svg.states").is_hidden()
 
 
 def test_page_in_forced_colours_and_without_motion(looker: Looker, console: Console) -> None:

@@ -200,7 +200,7 @@ def test_console_shows_the_settings_with_their_origin_and_no_secret(page: "Page"
 
 
 def test_console_draws_a_call_as_soon_as_it_has_ended(page: "Page", caller: Caller) -> None:
-    """From the answer to the row in the page; `bench/console.py` has the figure of a quiet machine.
+    """From the answer to the row in the page; `tests.console.first_row` measures how long that takes.
 
     The bound is for a machine that is busy with other tests.
     """

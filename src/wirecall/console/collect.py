@@ -129,10 +129,11 @@ class Collector:
             except Gone:
                 self.workers.lose(worker)
                 continue
-            lost += answer.last - worker.read - len(answer.rows)
+            rows = [raw for raw in answer.rows if raw[0] > worker.read]
+            lost += answer.last - worker.read - len(rows)
             worker.read = answer.last
             worker.offset = answer.offset
-            for raw in answer.rows:
+            for raw in rows:
                 found.append(seen_of(raw, worker.name, answer.offset, worker.previous))
                 worker.previous = raw[1]
         if len(self.workers) > 1:
@@ -424,8 +425,7 @@ class Collector:
         totals = self.methods_total()
         described = []
         for method in found["methods"]:
-            names = (method["name"], f"tools/call:{method['tool_name']}")
-            both = [totals[name] for name in names if name in totals]
+            both = [totals[name] for name in method["rows"] if name in totals]
             described.append({**method, **figures(merged(both))})
         return {"methods": described}
 

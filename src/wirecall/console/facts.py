@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
+from wirecall.console.pieces import Pieces
 from wirecall.console.records import (
     brief,
     cursor_of,
@@ -20,7 +21,6 @@ from wirecall.console.records import (
     record_id,
     refusal_of,
 )
-from wirecall.console.ring import SIZE
 from wirecall.console.source import NotFound, Refusal, WithUpstreams
 from wirecall.errors import UsageError
 from wirecall.ledger.base import LedgerDown, Only, RecordId, State, without_password
@@ -55,6 +55,7 @@ class Facts:
         self._tap = tap
         self._app = app
         self._gateway = app if isinstance(app, WithUpstreams) else None
+        self._pieces = Pieces(tap.ring)
         self._counts: tuple[float, JsonObject] | None = None
         self._answers: dict[str, Answer] = {
             "numbers": self._numbers,
@@ -114,17 +115,13 @@ class Facts:
         }
 
     async def _rows(self, question: JsonObject) -> JsonObject:
-        ring = self._tap.ring
-        after = int(question.get("after", 0))
-        most = min(int(question.get("most", SIZE)), SIZE)
-        rows = ring.since(after, most)
         return {
             "worker": self._tap.name,
             "pid": os.getpid(),
-            "last": ring.last,
+            "last": self._tap.ring.last,
             # Adding it to a reading of the clock makes it a time.
             "offset": time.time() - clock(),
-            "rows": rows,
+            "rows": self._pieces.after(int(question.get("after", 0))),
         }
 
     async def _batch(self, question: JsonObject) -> JsonObject:
@@ -276,6 +273,8 @@ class Facts:
         return {
             "name": method.name,
             "tool_name": method.tool_name,
+            # The methods of the rows about its calls, by both protocols.
+            "rows": [method.name, f"tools/call:{method.record}"],
             "kind": method.kind.value,
             "tool": is_tool,
             "rpc": "rpc" in method.expose,

@@ -8,7 +8,7 @@ holds; it counts the others as missed.
 from bisect import bisect_left
 from collections import deque
 from operator import itemgetter
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 from msgspec import Struct
@@ -153,13 +153,17 @@ def _rows_of(bundle: Bundle) -> list[RawRow]:
     number, mark, messages = bundle
     noted = mark.noted or ()
     share = (mark.ended - mark.begun) / mark.size
+    ended = mark.begun
     rows: list[RawRow] = []
     for position, message in enumerate(messages):
         if position in noted or isinstance(message, Invalid):
             continue
-        ended = mark.begun + share * (len(rows) + 1)
-        id = row_id(message.id)
-        rows.append((number + len(rows), ended, mark, message.method, id, None, position, None))
+        id: Any = message.id
+        if type(id) is not int:
+            id = row_id(id)
+        ended += share
+        rows.append((number, ended, mark, message.method, id, None, position, None))
+        number += 1
     return rows
 
 

@@ -336,7 +336,7 @@ class TappedDispatcher(Dispatcher):
         self, method: Method, params: Raw, shape: Shape, id: Id, *, has_place: bool = False
     ) -> "bytes | Coroutine[Any, Any, bytes] | None":
         mark = Mark(clock(), transport="mcp", bytes=len(params))
-        name = f"tools/call:{method.name}"
+        name = f"tools/call:{method.record}"
         try:
             result = super().plain(method, params, shape, id, has_place=has_place)
         except RpcError as error:

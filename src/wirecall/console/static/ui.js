@@ -2,7 +2,7 @@
 
 import { html, nothing, svg } from "./lit-html.js";
 import { signal } from "./store.js";
-import { MOST, visible } from "./text.js";
+import { MOST, short, visible } from "./text.js";
 
 /** What the polite status line says, at most every five seconds. */
 export const said = signal("");
@@ -71,6 +71,18 @@ export function outcome(row) {
   if (row.replayed && row.outcome === "ok") return mark("replayed");
   const code = row.code === null || row.code === undefined ? nothing : html` ${row.code}`;
   return mark(row.outcome, code);
+}
+
+/** @param {Record<string, any>} row */
+export function named(row) {
+  if (row.tool) return html`<span class="muted prefix">tools/call</span> ${short(row.tool)}`;
+  return short(row.method);
+}
+
+/** @param {Record<string, any>} row */
+export function batchName(row) {
+  const name = String(row.batch).split("-").pop();
+  return `${name} ${row.position + 1}/${row.size}`;
 }
 
 /**

@@ -5,7 +5,7 @@ import { html, nothing } from "../lit-html.js";
 import { changed, go } from "../route.js";
 import { signal } from "../store.js";
 import { duration, number, short, time, visible } from "../text.js";
-import { command, copy, empty, loaded, tell } from "../ui.js";
+import { command, copy, empty, loaded, outcome, tell } from "../ui.js";
 
 /**
  * @param {import("../route.js").Route} route
@@ -89,10 +89,10 @@ function chain(state) {
 /** @param {any} data */
 function table(data) {
   return html`<div class="sideways" tabindex="0" role="region" aria-label="Lines"><table class="rows"><caption class="quiet">Lines of the trail, the newest first</caption>
-    <thead><tr><th scope="col" class="right">Line</th><th scope="col">Time</th><th scope="col">Outcome</th><th scope="col">Method</th>
+    <thead><tr><th scope="col" class="w1 right">Line</th><th scope="col">Time</th><th scope="col">Outcome</th><th scope="col">Method</th>
       <th scope="col" class="w2">Caller</th><th scope="col" class="w2">Key</th><th scope="col" class="w1 right">Duration</th><th scope="col" class="w3">Hash</th></tr></thead>
-    <tbody>${data.lines.map((/** @type {any} */ each) => html`<tr><td class="right">${each.number}</td><td>${time(each.time, true)}</td>
-      <td>${each.outcome}${each.code === null || each.code === undefined ? "" : ` ${each.code}`}${each.replayed ? html` <span class="mark replay">↻ replayed</span>` : nothing}</td>
+    <tbody>${data.lines.map((/** @type {any} */ each) => html`<tr><td class="w1 right">${each.number}</td><td>${time(each.time, true)}</td>
+      <td>${outcome(each)}${each.replayed && each.outcome !== "ok" ? html` <span class="mark replay">↻ replayed</span>` : nothing}</td>
       <td class="name">${short(each.method)}</td>
       <td class="w2 name">${each.caller ? short(each.caller, 24) : html`<span class="muted">anonymous</span>`}</td>
       <td class="w2 name">${each.key ? short(each.key, 28) : "–"}</td>

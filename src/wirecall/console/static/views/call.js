@@ -4,8 +4,7 @@ import { document_of } from "../api.js";
 import { html, nothing } from "../lit-html.js";
 import { go } from "../route.js";
 import { bytes, duration, short, time, visible } from "../text.js";
-import { copy, loaded, outcome, payload } from "../ui.js";
-import { batchName, named } from "./calls.js";
+import { batchName, copy, loaded, named, outcome, payload } from "../ui.js";
 
 /** What each phase of a call is. */
 export const PHASES = /** @type {Record<string, string>} */ ({

@@ -7,7 +7,7 @@ import { html, nothing } from "../lit-html.js";
 import { changed, go } from "../route.js";
 import { signal } from "../store.js";
 import { bytes, duration, number, short, time } from "../text.js";
-import { command, copy, empty, outcome, say } from "../ui.js";
+import { batchName, command, copy, empty, named, outcome, say } from "../ui.js";
 
 /** Pixels of a row; `app.css` has the same number. */
 const ROW = 26;
@@ -283,18 +283,6 @@ function examples() {
     ([text, meaning]) =>
       html`<li><a href=${changed({ filter: text })}><code>${text}</code></a> ${meaning}</li>`,
   )}</ul>`;
-}
-
-/** @param {Record<string, any>} row */
-export function named(row) {
-  if (row.tool) return html`<span class="muted">tools/call</span> ${short(row.tool)}`;
-  return short(row.method);
-}
-
-/** @param {Record<string, any>} row */
-export function batchName(row) {
-  const name = String(row.batch).split("-").pop();
-  return `${name} ${row.position + 1}/${row.size}`;
 }
 
 /**

@@ -56,7 +56,7 @@ export function open(route) {
     return html`<div class="sideways" tabindex="0" role="region" aria-label="Records"><table class="rows">
       <caption class="quiet">Records, the newest first</caption>
       <thead><tr><th scope="col">State</th><th scope="col">Key</th><th scope="col">Method</th>
-        <th scope="col" class="w2">Caller</th><th scope="col" class="right">Attempts</th><th scope="col">Began</th>
+        <th scope="col" class="w2">Caller</th><th scope="col" class="w1 right">Attempts</th><th scope="col">Began</th>
         <th scope="col" class="w2">Ended</th><th scope="col" class="w2 right">Lease</th><th scope="col" class="w3">Answer</th>
         <th scope="col" class="w3">Digest</th></tr></thead>
       <tbody>${data.records.map((/** @type {any} */ each) => html`<tr>
@@ -64,7 +64,7 @@ export function open(route) {
         <td class="name"><a href=${`/ledger/${encodeURIComponent(each.id)}`}>${short(each.key, 40)}</a></td>
         <td class="name">${short(each.method)}</td>
         <td class="w2 name">${each.caller ? short(each.caller, 24) : html`<span class="muted">anonymous</span>`}</td>
-        <td class="right">${each.attempts}</td>
+        <td class="w1 right">${each.attempts}</td>
         <td>${time(each.started_at, true)}</td>
         <td class="w2">${time(each.completed_at, true)}</td>
         <td class="w2 right">${each.state === "running" ? age(each.lease_left_s) : "–"}</td>

@@ -57,7 +57,7 @@ function line(each) {
       ${role.value === "act" ? html`<a href=${`/methods/${encodeURIComponent(each.name)}/try`}>Try<span class="quiet"> ${short(each.name, 80)}</span></a>` : nothing}</div>
     ${each.description ? html`<p>${visible(each.description).slice(0, 400)}</p>` : nothing}
     <p class="muted">${each.calls ? html`${number(each.calls)} calls · p50 ${duration(each.p50_ms)} · p95 ${duration(each.p95_ms)} ·
-      ${percent(share)} errors · <a href=${`/calls?filter=${encodeURIComponent(`${each.tool && !each.calls ? "tool" : "method"}:${each.name}`)}`}>its calls</a>` : "not called yet"}</p>
+      ${percent(share)} errors · <a href=${`/calls?filter=${encodeURIComponent(`method:${each.rows.map((/** @type {string} */ name) => `"${name}"`).join(",")}`)}`}>its calls</a>` : "not called yet"}</p>
     <details><summary>Schema</summary>${tree(each.params, "Params")}${tree(each.returns, "Result")}</details>
   </div>`;
 }

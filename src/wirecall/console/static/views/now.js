@@ -40,7 +40,7 @@ function page(data) {
     <div class="tiles">
       ${tile("Calls per second", perSecond(tiles.calls_per_s), sparks.calls, span, "")}
       ${tile("Errors per second", perSecond(tiles.errors_per_s), sparks.errors, span, "bad")}
-      ${tile("Slowest 5 % from (p95)", duration(tiles.p95_ms), sparks.p95_ms, span, "")}
+      ${tile("95 % take at most (p95)", duration(tiles.p95_ms), sparks.p95_ms, span, "")}
       ${tile("Runs saved by replay", number(tiles.saved), sparks.saved, span, "replay")}
     </div>
     ${person(data)}
@@ -88,11 +88,11 @@ function tables(data) {
     <section><h2>Methods by total time</h2><div class="sideways" tabindex="0" role="region" aria-label="Methods by total time"><table class="rows">
       <caption class="quiet">Methods by total time</caption>
       <thead><tr><th scope="col">Method</th><th scope="col" class="right">Calls</th><th scope="col" class="right">Total</th>
-        <th scope="col" class="right">p50</th><th scope="col" class="right">p95</th><th scope="col" class="right">Errors</th></tr></thead>
+        <th scope="col" class="right w1">p50</th><th scope="col" class="right">p95</th><th scope="col" class="right">Errors</th></tr></thead>
       <tbody>${data.methods.map((/** @type {any} */ each) => html`<tr>
         <td class="name"><a href=${`/calls?filter=${encodeURIComponent(`method:"${each.method}"`)}`}>${short(each.method)}</a></td>
         <td class="right">${number(each.calls)}</td><td class="right">${duration(each.total_ms)}</td>
-        <td class="right">${duration(each.p50_ms)}</td><td class="right">${duration(each.p95_ms)}</td>
+        <td class="right w1">${duration(each.p50_ms)}</td><td class="right">${duration(each.p95_ms)}</td>
         <td class="right">${percent(each.calls ? each.errors / each.calls : 0)}</td></tr>`)}</tbody></table></div></section>
     <section><h2>Errors</h2>${data.errors.length ? html`<div class="sideways" tabindex="0" role="region" aria-label="Errors"><table class="rows">
       <caption class="quiet">Errors by method and code</caption>

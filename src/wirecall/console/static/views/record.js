@@ -23,7 +23,8 @@ const EDGES = [
   ["running", "unknown", "lost"],
   ["running", "waiting", "asks"],
   ["waiting", "running", ""],
-  ["unknown", "done", "resolve"],
+  ["unknown", "done", "it happened"],
+  ["unknown", "absent", "it did not happen"],
   ["done", "tombstone", "retention"],
 ];
 
@@ -129,7 +130,7 @@ export function open(route) {
       </div>
       <section><h2>Path</h2>${drawing(data)}
         ${state === "unknown" ? html`<p><strong>Nothing says whether it took effect.</strong> Look where the effect would be, then resolve it.
-          Until then: ${visible(data.after?.leave ?? "retries are refused.")}</p>` : nothing}</section>
+          Until then a retry gets the error that its outcome is unknown, and nothing runs.</p>` : nothing}</section>
       <section><h2>Facts</h2>${facts(data)}</section>
       <section><h2>Content</h2>
         ${payload(data.params, "Params")}
@@ -181,12 +182,12 @@ function facts(data) {
   </dl>`;
 }
 
-/** The state machine, with the path of this record. @param {any} data */
+/** The state machine, with the path of this record; as words where it would be too small. @param {any} data */
 function drawing(data) {
   const path = /** @type {string[]} */ (data.path ?? []);
   const state = data.now ?? data.state;
   const steps = new Set(path.slice(1).map((each, index) => `${path[index]}>${each}`));
-  return html`<svg class="states" viewBox="0 0 740 200" role="img" aria-label=${`States of the record: ${path.join(", then ")}. It is ${state} now.`}>
+  return html`<svg class="states" viewBox="0 0 740 216" role="img" aria-label=${`States of the record: ${path.join(", then ")}. It is ${state} now.`}>
     ${svg`<defs>
       <marker id="state-tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="9" markerHeight="9" markerUnits="userSpaceOnUse" orient="auto"><path d="M0 0L8 4L0 8z"></path></marker>
       <marker id="state-tip-been" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="12" markerHeight="12" markerUnits="userSpaceOnUse" orient="auto"><path d="M0 0L8 4L0 8z"></path></marker>
@@ -197,7 +198,8 @@ function drawing(data) {
       return svg`<g class=${classes} data-state=${name}><rect x=${x} y=${y} width="120" height="36" rx="8"></rect>
         <text x=${x + 60} y=${y + 23} text-anchor="middle">${name}</text></g>`;
     })}`}
-  </svg>`;
+  </svg>
+  <p class="steps">${path.map((each, index) => html`${index ? " → " : nothing}${mark(each)}`)}</p>`;
 }
 
 /**
@@ -207,6 +209,8 @@ function drawing(data) {
  * @param {boolean} isBeen
  */
 function edge(from, to, word, isBeen) {
+  const tip = isBeen ? "url(#state-tip-been)" : "url(#state-tip)";
+  if (to === "absent") return released(word);
   const [x1, y1] = PLACES[from];
   const [x2, y2] = PLACES[to];
   const isDown = x1 === x2;
@@ -218,9 +222,14 @@ function edge(from, to, word, isBeen) {
     finish.splice(0, 2, x2 + 60, y2 + 36);
   }
   const middle = [(begin[0] + finish[0]) / 2, (begin[1] + finish[1]) / 2 - (begin[1] === finish[1] ? 6 : 12)];
-  const tip = isBeen ? "url(#state-tip-been)" : "url(#state-tip)";
   return svg`<path class=${isBeen ? "been" : ""} marker-end=${tip} d=${`M${begin.join(" ")}L${finish.join(" ")}`}></path>
     <text class="small" x=${middle[0]} y=${middle[1]} text-anchor=${isDown || from === "unknown" ? "end" : "middle"} dx=${isDown || from === "unknown" ? -6 : 0}>${word}</text>`;
+}
+
+/** Below the other states, back to the first one. No record is left that had this path. @param {string} word */
+function released(word) {
+  return svg`<path marker-end="url(#state-tip)" d="M460 146V206H70V96"></path>
+    <text class="small" x="400" y="200" text-anchor="middle">${word}</text>`;
 }
 
 /** @param {any[]} rows */

@@ -69,7 +69,7 @@ export function open() {
     return html`<h1 tabindex="-1">Settings</h1>
       <section><h2>This browser</h2>
         <div class="quarters">${select("wc-theme", "Theme", [["", "as the system"], ["light", "light"], ["dark", "dark"]])}
-        ${select("wc-density", "Text", [["", "narrow"], ["wide", "wide"]])}
+        ${select("wc-density", "Density", [["", "compact"], ["wide", "wide"]])}
         ${select("wc-zone", "Times", [["", "of this computer"], ["utc", "UTC"]])}
         ${select("wc-keys", "Single keys", [["", "on"], ["off", "off"]])}</div>
         <p class="actions"><button type="button" @click=${end}>Sign out</button>

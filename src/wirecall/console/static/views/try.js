@@ -87,15 +87,14 @@ export function open(route) {
       ${role.value === "act" ? nothing : html`<p class="alert">This console only shows. Sending is off (--console-readonly).</p>`}
       <div class="halves">
         <section><h2>Form</h2>${fields(method.params, root, change)}</section>
-        <section><h2>Text</h2>
+        <div><section><h2>Text</h2>
           <label for="params">Params as JSON; they are sent exactly as they are here</label>
           <textarea id="params" spellcheck="false" aria-invalid=${wrong ? "true" : "false"} aria-describedby="params-problem" .value=${text.value}
             @input=${(/** @type {any} */ event) => (text.value = event.target.value)}></textarea>
           <p id="params-problem" class=${wrong ? "problem" : "quiet"}>${wrong}</p>
-          <h3>Message</h3><pre tabindex="0" aria-label="Message">${visible(message(method, text.value))}</pre>
+          <h3>Message</h3><pre tabindex="0" aria-label="Message">${visible(message(method.name, text.value, isCommand ? key.value : ""))}</pre>
         </section>
-      </div>
-      <section><h2>Send</h2>
+        <section><h2>Send</h2>
         ${isCommand ? html`<div class="field"><label for="key">Key</label>
           <input id="key" autocomplete="off" spellcheck="false" .value=${key.value} @input=${(/** @type {any} */ event) => (key.value = event.target.value)}>
           <small>The same key again returns the first answer: the command takes effect once.</small>
@@ -106,7 +105,7 @@ export function open(route) {
         <p class="actions"><button type="button" class="primary" ?disabled=${!isReady} @click=${send}>Send</button>
           ${isBusy.value ? html`<span class="muted">waiting…</span>` : nothing}</p>
         ${answer.value ? result(answer.value) : nothing}
-      </section>`;
+      </section></div></div>`;
   }
 
   return { title: `Try ${name}`, json: () => `${path}.json`, view: () => loaded(found, page) };
@@ -117,12 +116,18 @@ function newKey() {
 }
 
 /**
- * The message, around the params as they are.
- * @param {any} method
+ * The message that the server makes of the params, which stay as they are.
+ * @param {string} name
  * @param {string} params
+ * @param {string} key
  */
-function message(method, params) {
-  return `{"jsonrpc": "2.0", "method": ${JSON.stringify(method.name)}, "params": ${params.trim() || "{}"}, "id": 1}`;
+function message(name, params, key) {
+  let text = params.trim() || "{}";
+  if (key && text.startsWith("{")) {
+    const inside = text.slice(1).trimStart();
+    text = `{"idempotency_key":${JSON.stringify(key)}${inside.startsWith("}") ? "" : ","}${inside}`;
+  }
+  return `{"jsonrpc":"2.0","id":1,"method":${JSON.stringify(name)},"params":${text}}`;
 }
 
 /** @param {any} answer */

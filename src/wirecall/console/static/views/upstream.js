@@ -7,7 +7,7 @@ import { signal } from "../store.js";
 import { age, duration, number, percent, short, time, visible } from "../text.js";
 import { loaded } from "../ui.js";
 import { badges } from "./methods.js";
-import { health } from "./upstreams.js";
+import { health, retry } from "./upstreams.js";
 
 const PAUSE = 2000;
 
@@ -39,7 +39,7 @@ export function open(route) {
   function page(data) {
     return html`
       <p class="crumbs"><a href="/upstreams">Upstreams</a></p>
-      <div class="head"><h1 tabindex="-1" class="name">${short(data.name, 48)}</h1>${health(data)}</div>
+      <div class="head"><h1 tabindex="-1" class="name">${short(data.name, 48)}</h1><span>${health(data)}${retry(data)}</span></div>
       <div class="actions">
         ${role.value === "act" ? html`<button type="button" ?disabled=${isBusy.value} @click=${probe}>Probe</button>
           <span class="muted">Asks for its tools, and starts it if it does not run. No tool is called.</span>` : nothing}
@@ -79,7 +79,7 @@ function facts(data) {
     <dt>Sessions</dt><dd>${data.sessions}</dd>
     <dt>In flight</dt><dd>${data.in_flight} of ${data.limit}, ${data.queued} wait for a place</dd>
     <dt>Calls</dt><dd>${data.calls ? html`${number(data.calls)} · p50 ${duration(data.p50_ms)} · p95 ${duration(data.p95_ms)} · ${percent(data.errors / data.calls)} errors` : "none yet"}</dd>
-    <dt>Breaker</dt><dd>${data.breaker}${data.breaker === "open" ? html`: tried again in ${Math.ceil(data.breaker_left_s)} s` : nothing}</dd>
+    <dt>Breaker</dt><dd>${data.breaker}${retry(data)}</dd>
     ${data.transport === "stdio" ? html`
       <dt>Process</dt><dd>${data.pids.join(" ") || "none runs"}${data.age_s === null ? nothing : html`, for ${age(data.age_s)}`}</dd>
       <dt>Starts</dt><dd>${data.starts}</dd>` : nothing}

@@ -1,7 +1,7 @@
 /** Upstreams: the servers behind a gateway. */
 
 import { document_of } from "../api.js";
-import { html } from "../lit-html.js";
+import { html, nothing } from "../lit-html.js";
 import { age, duration, number, short, visible } from "../text.js";
 import { command, empty, loaded } from "../ui.js";
 
@@ -31,7 +31,7 @@ function page(data) {
     <section><div class="sideways" tabindex="0" role="region" aria-label="Upstreams"><table class="rows">
       <caption class="quiet">Servers behind this gateway</caption>
       <thead><tr><th scope="col">Name</th><th scope="col">State</th><th scope="col" class="w1">Transport</th><th scope="col" class="w2">Revision</th>
-        <th scope="col" class="right">In flight</th><th scope="col" class="right w1">Queue</th><th scope="col" class="right">p95</th>
+        <th scope="col" class="w1 right">In flight</th><th scope="col" class="right w1">Queue</th><th scope="col" class="right">p95</th>
         <th scope="col" class="right w1">Calls</th><th scope="col" class="right w2">Process</th><th scope="col" class="right w2">Starts</th></tr></thead>
       <tbody>${data.upstreams.map((/** @type {any} */ each) => line(each, data.at))}</tbody></table></div></section>
     ${data.upstreams.filter((/** @type {any} */ each) => !each.up && each.reason).map((/** @type {any} */ each) => html`
@@ -45,19 +45,23 @@ function page(data) {
  */
 function line(each, at) {
   return html`<tr><td class="name"><a href=${`/upstreams/${encodeURIComponent(each.name)}`}>${short(each.name, 48)}</a></td>
-    <td>${health(each)} <span class="muted w1">for ${age(at - Date.parse(each.since) / 1000)}</span></td>
+    <td>${health(each)}<span class="muted w1"> for ${age(at - Date.parse(each.since) / 1000)}</span>${retry(each)}</td>
     <td class="w1">${each.transport}</td><td class="w2">${each.revisions.join(", ") || "–"}</td>
-    <td class="right">${each.in_flight}/${each.limit}</td><td class="right w1">${each.queued}</td>
+    <td class="w1 right">${each.in_flight}/${each.limit}</td><td class="right w1">${each.queued}</td>
     <td class="right">${each.calls ? duration(each.p95_ms) : "–"}</td><td class="right w1">${number(each.calls)}</td>
     <td class="right w2">${each.pids.join(" ") || "–"}</td><td class="right w2">${each.starts || "–"}</td></tr>`;
 }
 
 /** The state as a sign and a word. @param {any} each */
 export function health(each) {
-  if (each.breaker === "open") {
-    return html`<span class="mark bad">✗ down, tried again in ${Math.ceil(each.breaker_left_s)} s</span>`;
-  }
-  return each.up ? html`<span class="mark good">✓ up</span>` : html`<span class="mark bad">✗ down</span>`;
+  if (each.up && each.breaker !== "open") return html`<span class="mark good">✓ up</span>`;
+  return html`<span class="mark bad">✗ down</span>`;
+}
+
+/** When the next call is let through. @param {any} each */
+export function retry(each) {
+  if (each.breaker !== "open") return nothing;
+  return html`<span class="muted">, next try in ${Math.ceil(each.breaker_left_s)} s</span>`;
 }
 
 function nothingBehind() {
