@@ -426,7 +426,7 @@ class Access:
     def _warn_of_mount(self, root: str, fitting: str) -> None:
         """Warn once that clients look for the metadata outside the path of the mount.
 
-        It is no error, because a proxy may map the address of the resource to that path.
+        A proxy may map the address of the resource to that path, so this is not an error.
         """
         if self._has_warned_of_mount:
             return
