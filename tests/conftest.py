@@ -9,9 +9,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import hypothesis
 import pytest
 
+import tests.patience  # noqa: F401 -- it sets up generated tests
 from tests.clock import LoopClock
 from tests.servers import (
     KINDS,
@@ -24,7 +24,6 @@ from tests.servers import (
     make_store,
     open_memory,
 )
-from tests.size import sized
 from wirecall.ledger import memory
 from wirecall.ledger.base import Ledger
 
@@ -33,15 +32,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # `nohup` ignores SIGHUP in the same way.
 if hasattr(signal, "SIGHUP"):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-# A busy machine makes an example slow, but not wrong.
-hypothesis.settings.register_profile(
-    "wirecall",
-    deadline=None,
-    max_examples=sized(small=40, full=100),
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
-)
-hypothesis.settings.load_profile("wirecall")
 
 
 @pytest.hookimpl(wrapper=True)

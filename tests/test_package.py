@@ -127,6 +127,18 @@ def test_ci_workflow_runs_tests_that_exist() -> None:
     assert groups and groups <= set(PROJECT["dependency-groups"])
 
 
+def test_ci_workflow_of_windows_has_what_its_tests_run() -> None:
+    """Its tests run without conftest.py, and with the packages of one group."""
+    steps = workflow("ci")["jobs"]["windows"]["steps"]
+    [command] = [step["run"] for step in steps if "pytest" in step.get("run", "")]
+    assert "-p tests.patience" in command
+    paths = [ROOT / name for name in re.findall(r"tests/[\w./]+", command)]
+    files = [file for path in paths for file in ([path] if path.is_file() else path.glob("*.py"))]
+    run = {name for file in files for name in re.findall(r'"-m", "(\w+)"', file.read_text())}
+    assert "ruff" in run
+    assert run <= {*PROJECT["dependency-groups"]["portable"], "wirecall"}
+
+
 def test_release_workflow_publishes_without_a_password() -> None:
     publish = workflow("release")["jobs"]["publish"]
     assert publish["permissions"] == {"id-token": "write"}

@@ -47,6 +47,26 @@ def test_mounted_app_can_serve_the_metadata_of_its_host() -> None:
     assert web.get(f"{WELL_KNOWN}/other").status_code == 404
 
 
-def test_mounted_app_with_a_resource_elsewhere_keeps_its_address() -> None:
+def test_mounted_app_may_be_the_resource_as_a_whole() -> None:
+    web = mounted(resource="https://localhost/shop")
+    address = challenge(web, "/shop/mcp")
+    assert address == f"https://localhost/shop{WELL_KNOWN}/shop"
+    assert web.get(address).json()["resource"] == "https://localhost/shop"
+
+
+def test_mounted_app_with_a_resource_elsewhere_keeps_its_address_and_warns_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     web = mounted(resource="https://api.example.com/mcp")
-    assert challenge(web, "/shop/mcp") == f"https://api.example.com{WELL_KNOWN}/mcp"
+    for _ in range(2):
+        assert challenge(web, "/shop/mcp") == f"https://api.example.com{WELL_KNOWN}/mcp"
+    [warning] = [each.getMessage() for each in caplog.records if "mounted" in each.getMessage()]
+    assert warning.startswith("the app is mounted at /shop, and resource=")
+    assert warning.endswith("use resource='https://api.example.com/shop/mcp'")
+
+
+def test_mounted_app_that_clients_find_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    web = mounted(WELL_KNOWN)
+    challenge(web, "/shop/mcp")
+    assert web.get(f"{WELL_KNOWN}/other").status_code == 404
+    assert not [each for each in caplog.records if "mounted" in each.getMessage()]

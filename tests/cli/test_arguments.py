@@ -181,6 +181,18 @@ def test_schema_in_words() -> None:
     assert rows == [("a", "a whole number", "default 1  How many.")]
 
 
+def test_schema_in_words_has_what_stands_beside_a_reference() -> None:
+    colour = {"$ref": "#/$defs/Colour"}
+    schema: dict[str, Any] = {
+        "properties": {"a": {**colour, "default": "red", "description": "Inside."}, "b": colour},
+        "$defs": {"Colour": {"enum": ["red", "blue"], "description": "A colour."}},
+    }
+    assert described(schema) == [
+        ("a", "one of red, blue", "default 'red'  Inside."),
+        ("b", "one of red, blue", "optional  A colour."),
+    ]
+
+
 def test_types_that_contain_themselves() -> None:
     json_value = {
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"$ref": "#/$defs/Json"}}]

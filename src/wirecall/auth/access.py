@@ -178,6 +178,7 @@ class Access:
             parts = urlsplit(self.resource)
             self._metadata_path = WELL_KNOWN + parts.path
             self._metadata_url = f"{parts.scheme}://{parts.netloc}{self._metadata_path}"
+        self._has_warned_of_mount = False
 
     @classmethod
     def of(cls, auth: "Access | Verifier | Verify | Sequence[Verifier | Verify]") -> "Access":
@@ -410,14 +411,34 @@ class Access:
         """
         if self._metadata_url is None or self.resource is None:
             return headers
+        named = f'resource_metadata="{self._metadata_url}"'
+        if not any(named in value for _, value in headers):
+            return headers
         parts = urlsplit(self.resource)
-        if not parts.path.startswith(f"{root}/"):
+        if parts.path != root and not parts.path.startswith(f"{root}/"):
+            self._warn_of_mount(root, f"{parts.scheme}://{parts.netloc}{root}{parts.path}")
             return headers
         moved = f"{parts.scheme}://{parts.netloc}{root}{self._metadata_path}"
-        named = f'resource_metadata="{self._metadata_url}"'
         return [
             (name, value.replace(named, f'resource_metadata="{moved}"')) for name, value in headers
         ]
+
+    def _warn_of_mount(self, root: str, fitting: str) -> None:
+        """Warn once that clients look for the metadata outside the path of the mount.
+
+        A proxy may map the address of the resource to that path, so this is not an error.
+        """
+        if self._has_warned_of_mount:
+            return
+        self._has_warned_of_mount = True
+        logger.warning(
+            "the app is mounted at %s, and resource=%r is not below it: "
+            "unless a proxy leads there, clients cannot read %s; use resource=%r",
+            root,
+            self.resource,
+            self._metadata_url,
+            fitting,
+        )
 
     def endpoints(self, declared: Callable[[], Iterable[str]]) -> dict[str, Endpoint]:
         """Return the endpoints of the metadata (RFC 9728).

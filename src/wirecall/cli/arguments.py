@@ -213,16 +213,16 @@ def _described_parts(parts: list[Schema], root: Schema, depth: int) -> list[tupl
 
 def _remark(member: Any, root: Schema, *, is_needed: bool) -> str:
     """Return whether an argument is required, or its default, and then its description."""
-    inner = resolved(member, root)
+    stated = dict(resolved(member, root))
+    if isinstance(member, dict):
+        # Beside a reference to a type, they say more than the type.
+        stated |= {name: member[name] for name in ("default", "description") if name in member}
     remark = "optional"
     if is_needed:
         remark = "required"
-    elif inner.get("default") is not None:
-        remark = f"default {inner['default']!r}"
-    text = inner.get("description")
-    if not text and isinstance(member, dict):
-        text = member.get("description")
-    if text:
+    elif stated.get("default") is not None:
+        remark = f"default {stated['default']!r}"
+    if text := stated.get("description"):
         remark += f"  {' '.join(str(text).split())}"
     return remark
 

@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from logging import INFO
 from types import CoroutineType, NoneType
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias
 
 from msgspec import UNSET, Raw, UnsetType, structs
 
@@ -1031,7 +1031,7 @@ def _checked_around(layer: Middleware, inner: Next) -> Next:
             given = await inner(context)
             return given
 
-        answer: object = layer(context, following)
+        answer: Any = layer(context, following)
         if not hasattr(answer, "__await__"):
             kind = type(answer).__name__
             raise Mistake(
@@ -1039,7 +1039,7 @@ def _checked_around(layer: Middleware, inner: Next) -> Next:
                 fix="make it a coroutine function: "
                 "async def layer(context, call_next): return await call_next(context)",
             )
-        result = await cast("Awaitable[object]", answer)
+        result = await answer
         if result is None and given is not None and given != _NULL:
             raise Mistake(
                 f"The middleware {_title(layer)} returned None, "
