@@ -1,10 +1,13 @@
 """Files as targets: every mistake in one has a readable error."""
 
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.cli import invoke, wirecall
+from tests.cli import invoke, running, serving, wirecall
 from wirecall import connect
 from wirecall.cli.failures import Exit
 from wirecall.cli.targets import Target, Way
@@ -63,6 +66,39 @@ def test_path_of_an_address_decides_about_its_protocol(path: str, protocol: str)
     url = f"http://127.0.0.1:8430{path}"
     assert Way(None).protocol_to(Target("url", url)) == protocol
     assert isinstance(connect(url), McpClient) is (protocol == "mcp")
+
+
+@contextmanager
+def linked(kind: str, tmp_path: Path) -> Iterator[str]:
+    """Yield the address of a server on a link."""
+    file = tmp_path / "shop.py"
+    file.write_text(APP)
+    if kind == "ws":
+        with serving(str(file)) as address:
+            yield f"{address.replace('http', 'ws', 1)}/rpc"
+        return
+    place = "127.0.0.1:0"
+    if kind == "unix":
+        place = str(tmp_path / "own" / "rpc.sock")
+    with running("serve", str(file), f"--{kind}", place) as run:
+        yield run.wait_for("Listening on").split()[-1]
+        run.end()
+
+
+@pytest.mark.parametrize("kind", ["ws", "tcp", "unix"])
+def test_link_is_a_target(kind: str, tmp_path: Path) -> None:
+    if kind == "unix" and not hasattr(socket, "AF_UNIX"):
+        pytest.skip("Windows")
+    calls = tmp_path / "calls.jsonl"
+    calls.write_text('{"method":"one"}\n{"method":"one"}\n')
+    with linked(kind, tmp_path) as address:
+        assert invoke("call", address, "one").stdout == "1\n"
+        assert "one" in invoke("list", address).stdout
+        batch = invoke("batch", address, str(calls))
+        assert batch.stdout.count('"result":1') == 2
+    unreached = invoke("call", address, "one")
+    assert unreached.exit_code == Exit.UNREACHABLE
+    assert "is it running at this address?" in unreached.stderr
 
 
 def test_app_by_name(tmp_path: Path) -> None:

@@ -452,6 +452,7 @@ def send_command(target: Target, messages: BinaryIO, way: Way) -> int:
     \b
     echo '{"jsonrpc":"2.0","method":"sum","params":[1,2,3],"id":1}' | wirecall send examples/hello.py
     """
+    target.check_no_link("send")
     stdout = sys.stdout
     app = app_of(target)
 

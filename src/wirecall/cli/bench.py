@@ -353,6 +353,7 @@ def bench_command(target: Target, way: Way, out: Printer, **given: Any) -> int:
     wirecall bench price sku=tea -- python server.py
     """
     plan = Plan(**given)
+    target.check_no_link("bench")
     over = over_of(target, plan.over)
     plan.check(target, over)
     try:

@@ -97,6 +97,7 @@ def install_command(
     if target is None and not (is_removal and name):
         target = configured(load_config())
     if target is not None:
+        target.check_no_link("install")
         if target.kind == "url":
             target = Target("url", target.address("/mcp", keep_root=False))
         name = name or plain(_name_of(target))

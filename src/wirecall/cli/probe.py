@@ -740,6 +740,7 @@ def probe_command(target: Target, strict: bool, way: Way, out: Printer) -> Exit 
     wirecall probe http://127.0.0.1:8420
     wirecall probe -- npx -y some-server
     """
+    target.check_no_link("probe")
     seen = run(_probe(target, way))
     found = {"target": target.text, **msgspec.to_builtins(seen), "advice": advice(seen)}
     out.result(found, lambda: _show(out, seen))

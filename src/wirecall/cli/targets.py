@@ -5,6 +5,7 @@
                              that of a function that makes the app
     http://…, https://…      a server's address; without a path it is a wirecall server:
                              /rpc, or /mcp with --as mcp
+    ws://…, tcp://…, unix:/… a server on a WebSocket or a socket
     -- command …             a server on the stdin and stdout of a process;
                              all words after `--` are its command line
 
@@ -74,13 +75,17 @@ _COMMAND = "\0command"
 # Whether `--factory` was given, in the context of a verb.
 _FACTORY = "wirecall.factory"
 
+# The beginnings of the addresses of links.
+_LINKS = ("ws://", "wss://", "tcp://", "unix:/", "unix:.")
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Target(Struct, frozen=True):
     """A server, as the user named it."""
 
-    kind: Literal["file", "url", "command"]
+    # A link is a WebSocket, a TCP port or a Unix socket.
+    kind: Literal["file", "url", "command", "link"]
     # The path of a file, the address of a server, or the words of a command, for people.
     text: str
     # The name of the app in the file.
@@ -104,6 +109,16 @@ class Target(Struct, frozen=True):
         if not self.is_module and not Path(self.text).is_file():
             raise no_file(self.text, self.name)
         return load_app(self.text, self.name, is_module=self.is_module, is_factory=self.is_factory)
+
+    def check_no_link(self, verb: str) -> None:
+        """Refuse a link, which this verb does not reach."""
+        if self.kind == "link":
+            raise CliError(
+                f"wirecall {verb} does not reach {self.text}.",
+                "it reaches servers by http and https, on stdio, and apps in a file",
+                "http://..., app.py, or -- command ...",
+                type="target",
+            )
 
     def address(self, path: str, *, keep_root: bool = True) -> str:
         """Return the URL of an endpoint.
@@ -188,6 +203,7 @@ class TargetCommand(click.Command):
                         "an app in a module; with --factory a function that makes it",
                     ),
                     ("http://127.0.0.1:8420", "a server; without a path it is a wirecall server"),
+                    ("ws://..., tcp://..., unix:/PATH", "a server on a WebSocket or a socket"),
                     ("-- COMMAND ...", "the command line of a server on stdio"),
                 ]
             )
@@ -237,6 +253,10 @@ def parse(text: str) -> Target:
                 type="target",
             )
         return Target("url", split._replace(scheme=split.scheme.lower()).geturl())
+    if text.lower().startswith(_LINKS):
+        if any(sign.isspace() for sign in text):
+            raise CliError(f"{text!r} is not an address.", "there is a space in it", "unix:/path")
+        return Target("link", text)
     if "://" in text:
         raise CliError(
             f"{text} is not a target.",
@@ -259,7 +279,7 @@ def parse(text: str) -> Target:
 def is_target(word: str) -> bool:
     """Return whether a word is a target, and not the name of a method or the like."""
     path, colon, _ = word.partition(":")
-    if word == _COMMAND or word.lower().startswith(("http://", "https://")):
+    if word == _COMMAND or word.lower().startswith(("http://", "https://", *_LINKS)):
         return True
     return path.endswith(".py") or (bool(colon) and names_module(word))
 
@@ -678,6 +698,9 @@ async def opened(
         where = way.address(target)
         more["wrap"] = FirstContact
         more["auth"] = await stored_auth(where, way.headers)
+    elif target.kind == "link":
+        where = target.text
+        more["wrap"] = FirstContact
     client = connect(where, protocol=protocol, timeout=way.timeout, headers=way.headers, **more)
     noise = _Noise(target.kind == "command")
     with redirect_stdout(sys.stderr), noise:  # handlers in this process may print
@@ -752,6 +775,7 @@ class _Noise(logging.Filter):
 
 _ASKED = {
     "url": "is this its address",
+    "link": "is this its address",
     "command": "does it serve on stdio",
     "file": "is this its file",
 }
