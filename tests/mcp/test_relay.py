@@ -28,7 +28,7 @@ from wirecall.ledger.base import Bus, Ledger, LedgerDown, Mark, Receive, open_le
 from wirecall.ledger.sqlite.ledger import SqliteLedger
 from wirecall.mcp.server import others, sessions
 from wirecall.mcp.server.changes import Hub
-from wirecall.mcp.server.others import EndedSession, Place, Relay, within
+from wirecall.mcp.server.others import LOOK, EndedSession, Place, Relay, within
 from wirecall.mcp.server.sessions import Sealer
 from wirecall.transports.http_server import HttpServer
 
@@ -178,6 +178,24 @@ async def test_relay_takes_no_message_that_is_not_sealed_with_its_secret(
         await bus.aclose()
         await ledger.aclose()
     assert {record.levelname for record in caplog.records} == {"WARNING"}
+
+
+async def test_relay_looks_again_after_a_mark_that_is_no_text(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with stations(tmp_path, "one", "one") as [one, other]:
+        ledger = await open_ledger(f"sqlite:{tmp_path}/ledger.db")
+        [channel] = other.relay._channels
+        await ledger.mark(channel, Mark("strange", b"\xff"), 60)
+        bus = ledger.join(channel, lambda _: None)
+        assert bus is not None
+        await bus.send(LOOK)
+        await other.until(lambda: "is not sealed" in caplog.text)
+        # Too long for the bus: only a look finds it.
+        await one.relay.pass_on("/mcp", "caller", "token", b"x" * 9000)
+        await other.until(lambda: bool(other.heard))
+        await bus.aclose()
+        await ledger.aclose()
 
 
 async def test_bus_of_a_file_survives_what_is_in_its_folder(tmp_path: Path) -> None:
