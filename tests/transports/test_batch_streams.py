@@ -21,6 +21,7 @@ from tests.transports.batch_streams import (
 )
 from wirecall import Limits
 from wirecall.errors import UsageError
+from wirecall.transports import batch_stream
 
 every_front = pytest.mark.parametrize("front", FRONTS)
 
@@ -403,7 +404,11 @@ async def test_failure_of_the_server_answers_every_entry(front: str) -> None:
 
 
 @every_front
-async def test_stop_of_the_server_answers_every_entry(front: str) -> None:
+async def test_stop_of_the_server_answers_every_entry(
+    front: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine that is not too busy to write them in a second."""
+    monkeypatch.setattr(batch_stream, "LAST_WORDS", PATIENCE)
     shop = Shop()
     async with shop.serving(front) as port:
         reading = await post(port, [call(1, "add", 1, 1), call(2, "wait", 2), charge(3, 3, "k")])
