@@ -83,6 +83,7 @@ def test_help_does_not_import_asyncio_or_the_modules_of_verbs() -> None:
         (["call"], "Which server?", "next: name a file, a module, an address, or -- a command"),
         (["show", "price"], "Which server?", "or [server] app in wirecall.toml"),
         (["call", SHOP], "Missing argument 'NAME'", ""),
+        (["call", SHOP, "price", "--save"], "requires an argument", "next: wirecall call --help"),
         (["call", "price", "--"], "There is no command after `--`", ""),
         (["call", "ftp://x", "price"], "ftp://x is not a target", "http and https"),
         (["call", "ws://x/ rpc", "price"], "'ws://x/ rpc' is not an address", "a space"),

@@ -73,6 +73,18 @@ class Verbs(click.Group):
             raise no_such("verb", args[0], list(VERBS), "wirecall --help")
         return super().resolve_command(ctx, args)
 
+    def invoke(self, ctx: click.Context) -> object:
+        """Run a verb. A mistake that click's parser finds names the help of that verb."""
+        try:
+            return super().invoke(ctx)
+        except click.UsageError as error:
+            name = ctx.invoked_subcommand
+            # For an option without its value, click does not say whose option it is.
+            if error.ctx is None and name is not None:
+                command = self.get_command(ctx, name) or self
+                error.ctx = click.Context(command, info_name=name, parent=ctx)
+            raise
+
     def shell_complete(self, ctx: click.Context, incomplete: str) -> "list[CompletionItem]":
         """Complete verbs by their names alone.
 
