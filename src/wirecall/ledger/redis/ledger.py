@@ -119,8 +119,8 @@ PAGE = 100
 
 # Records that the sweep looks at together, few so that commands go in between; and how often a call
 # of `sweep` does that: 10,000 records, or 50 ms of the server's time.
-PIECE = 20
-STEPS = 500
+PIECE = 4
+STEPS = 2500
 
 # The share of names without a record that a sweep leaves in the order of time; and how often it
 # looks at a page of a set.
