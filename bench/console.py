@@ -154,7 +154,7 @@ class Server(Struct):
     port: int
     process: psutil.Process
     calls: float = 0.0
-    # Of its own process: the watchers and the console have theirs.
+    # Without the processes of the watchers and of the console.
     cpu_seconds: float = 0.0
     rates: list[float] = []
 

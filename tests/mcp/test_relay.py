@@ -180,7 +180,7 @@ async def test_relay_takes_no_message_that_is_not_sealed_with_its_secret(
     assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 
-async def test_relay_looks_again_after_a_mark_that_is_no_text(
+async def test_relay_looks_again_after_a_mark_that_is_not_text(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with stations(tmp_path, "one", "one") as [one, other]:

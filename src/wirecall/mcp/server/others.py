@@ -302,7 +302,7 @@ class Relay:
         for channel in self._channels:
             for mark in await ledger.marks(channel, now - self._looked_at + OVERLAP):
                 if mark.name not in self._taken:
-                    # What is no text is not sealed either.
+                    # Bytes that are not text were not sealed either.
                     self._take(mark.content.decode(errors="replace"))
         self._have_looked(now)
 
