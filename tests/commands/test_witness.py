@@ -115,6 +115,22 @@ async def test_acknowledged_command_that_is_granted_again_is_refused(ledger: Led
     await fresh.confirm(ledger, other)  # of another caller
 
 
+async def test_lost_command_is_refused_although_another_method_took_its_key(
+    ledger: Ledger,
+) -> None:
+    witness = Witness()
+    paid = await done(ledger, witness, "a")
+    posted = await granted(ledger, RecordId("", "post", "a"))
+    assert witness.is_sure(ledger, posted)
+    assert await ledger.complete(posted.token, outcome_of(), 1000)
+    witness.note(posted.token, PRINT, 1000)
+    await remove(ledger, paid)
+    record = await granted(ledger, paid)
+    assert not witness.is_sure(ledger, record)
+    with pytest.raises(OutcomeUnknown):
+        await witness.confirm(ledger, record)
+
+
 async def test_command_may_run_again_after_its_retention(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:

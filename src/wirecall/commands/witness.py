@@ -138,9 +138,9 @@ class Witness:
         self.state = LedgerState.FRESH
         self.doubt: Doubt | None = None
         self._known: _Known | None = None
-        # The commands that were acknowledged, by their keys, in two generations.
-        self._young: dict[str, _Done] = {}
-        self._old: dict[str, _Done] = {}
+        # The commands that were acknowledged, in two generations.
+        self._young: dict[RecordId, _Done] = {}
+        self._old: dict[RecordId, _Done] = {}
         # The last one of them that the store was asked for.
         self._checked: Token | None = None
         self._settles_at = 0.0
@@ -174,15 +174,15 @@ class Witness:
 
     def is_sure(self, ledger: Ledger, record: Record) -> bool:
         """Return whether a record that was just granted may run."""
-        key = record.id.key
-        return self.reached == ledger.reached and key not in self._young and key not in self._old
+        id = record.id
+        return self.reached == ledger.reached and id not in self._young and id not in self._old
 
     async def confirm(self, ledger: Ledger, record: Record) -> None:
         """Check that a granted record may run; refuse it otherwise.
 
-        The ledger has connected again, or the process has acknowledged a command of this key.
+        The ledger has connected again, or the process has acknowledged this command.
         """
-        done = self._find(record.id)
+        done = self._young.get(record.id) or self._old.get(record.id)
         if done is not None and clock() < done.until:
             identity = self._known.identity if self._known else None
             self._suspect(self._doubt_of("lost", identity, [done.lost]))
@@ -199,13 +199,7 @@ class Witness:
         if len(self._young) >= REMEMBERED:
             self._old = self._young
             self._young = {}
-        self._young[token.id.key] = _Done(token, fingerprint, clock() + SURE * retention)
-
-    def _find(self, id: RecordId) -> _Done | None:
-        done = self._young.get(id.key) or self._old.get(id.key)
-        if done is None or done.token.id != id:
-            return None
-        return done
+        self._young[token.id] = _Done(token, fingerprint, clock() + SURE * retention)
 
     def _refusal(self, id: RecordId) -> LedgerUnavailable | OutcomeUnknown:
         """Return the error for a command; one that is lost has run."""
@@ -415,7 +409,7 @@ class Witness:
         lost = await self._missing(ledger, done)
         await put_back(ledger, lost)
         gone = {each.id for each in lost}
-        kept = {each.token.id.key: each for each in done if each.token.id not in gone}
+        kept = {each.token.id: each for each in done if each.token.id not in gone}
         self._old = kept
         self._young = {}
         self._known = _Known(found, seen.fence, seen.history)
