@@ -184,7 +184,7 @@ class Background:
         now = loop.time()
         if self._beat_at < now or self._missed:
             return True
-        return any(in_time < now for in_time in self._renewing.values())
+        return min(self._renewing.values(), default=math.inf) < now
 
     async def catch_up(self, loop: asyncio.AbstractEventLoop) -> None:
         """Renew the leases that are due, and wait until they are renewed."""

@@ -353,7 +353,8 @@ class HttpRequest(ABC):
         self._server.watches.watch(due, loop.time() + WATCH_AFTER, loop)
 
     def _begin_watch(self) -> None:
-        self._cancel_due()
+        if self._due is not None:
+            self._cancel_due(self._due)
         self._watcher = watcher = self._leaving()
         watcher.add_done_callback(self._note_leaving)
 
@@ -366,10 +367,9 @@ class HttpRequest(ABC):
         if self._on_leaving is not None:
             self._on_leaving()
 
-    def _cancel_due(self) -> None:
-        if self._due is not None:
-            self._server.watches.forget(self._due)
-            self._due = None
+    def _cancel_due(self, due: _Due) -> None:
+        self._server.watches.forget(due)
+        self._due = None
 
     def attend(self) -> None:
         """Watch the connection from now on: a call needs to know whether its answer arrives."""
@@ -576,7 +576,8 @@ class HttpRequest(ABC):
 
     def release(self) -> None:
         """Stop watching the client: the request is over. An answer that is not written is lost."""
-        self._cancel_due()
+        if self._due is not None:
+            self._cancel_due(self._due)
         self._on_leaving = None
         if self._watcher is not None:
             watcher = self._watcher
