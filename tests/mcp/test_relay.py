@@ -198,6 +198,82 @@ async def test_relay_looks_again_after_a_mark_that_is_not_text(
         await ledger.aclose()
 
 
+@pytest.mark.parametrize(
+    "strange",
+    [
+        {"by": "x", "changes": None},
+        {"by": "x", "changes": [["/mcp", "tools"]]},
+        {"by": "x", "at": ["/mcp"]},
+        {"by": "x", "name": ["list"]},
+        {"by": "x", "at": "/mcp", "caller": 1, "session": 2, "message": 3},
+        ["by"],
+    ],
+    ids=str,
+)
+async def test_relay_continues_after_any_message_of_another_version(
+    strange: object, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with stations(tmp_path, "one", "one") as [one, other]:
+        ledger = await open_ledger(f"sqlite:{tmp_path}/ledger.db")
+        [channel] = other.relay._channels
+        sealed = Sealer("one").seal("relay", "", strange, 60)
+        bus = ledger.join(channel, lambda _: None)
+        assert bus is not None
+        await bus.send(sealed)
+        await ledger.mark(channel, Mark("strange", sealed.encode()), 60)
+        await bus.send(LOOK)
+        await other.until(lambda: caplog.text.count("is not readable") >= 4)
+        assert "do not arrive" not in caplog.text  # the bus was not left
+        # Too long for the bus: only a look finds it.
+        await one.relay.pass_on("/mcp", "caller", "token", b"x" * 9000)
+        await other.until(lambda: bool(other.heard))
+        await bus.aclose()
+        await ledger.aclose()
+
+
+async def test_relay_asks_for_the_marks_of_the_time_in_which_the_machine_slept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A late answer is asked for again: a store counts back from the moment at which it answers."""
+    slept = 0.0
+    asked: list[float] = []
+    monkeypatch.setattr(others, "clock", lambda: time.monotonic() + slept)
+    read = SqliteLedger.marks
+
+    async def marks(ledger: SqliteLedger, channel: str, within: float) -> Any:
+        nonlocal slept
+        asked.append(within)
+        if len(asked) == 1:
+            slept += 900
+        return await read(ledger, channel, within)
+
+    async with stations(tmp_path, "one") as [one]:
+        await one.until(lambda: not one.relay._looks.is_set())
+        asked.clear()
+        monkeypatch.setattr(SqliteLedger, "marks", marks)
+        slept += 300
+        for least in (300, 1200):
+            one.relay._looks.set()
+            await one.until(lambda least=least: asked != [] and asked[-1] >= least)  # type: ignore[misc]
+        one.relay._looks.set()
+        await one.until(lambda: asked[-1] < 300)
+
+
+async def test_relay_looks_again_after_a_look_that_failed_in_any_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(*_: Any) -> None:
+        raise RuntimeError("the driver has a fault")
+
+    async with stations(tmp_path, "one", "one") as [one, other]:
+        with monkeypatch.context() as patch:
+            patch.setattr(SqliteLedger, "marks", broken)
+            other.relay._looks.set()
+            await other.until(lambda: "were not looked for" in caplog.text)
+        await one.relay.pass_on("/mcp", "caller", "token", b"x" * 9000)
+        await other.until(lambda: bool(other.heard))
+
+
 async def test_bus_of_a_file_survives_what_is_in_its_folder(tmp_path: Path) -> None:
     """A socket that a killed process left behind, one that never answers, and a long path."""
     import socket

@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections.abc import AsyncGenerator
-from contextlib import suppress
+from contextlib import aclosing, suppress
 
 from wirecall.aio import start
 from wirecall.ledger.base import Receive
@@ -40,12 +40,12 @@ class Listening:
         pause = SHORTEST
         is_reported = False
         while True:
-            messages = self._messages()
             try:
-                async for message in messages:
-                    pause = SHORTEST
-                    is_reported = False
-                    self._receive(message)
+                async with aclosing(self._messages()) as messages:
+                    async for message in messages:
+                        pause = SHORTEST
+                        is_reported = False
+                        self._receive(message)
             except Exception as error:  # drivers raise more than their own errors
                 if not is_reported:
                     logger.warning(
@@ -54,8 +54,6 @@ class Listening:
                         " ".join(str(error).split()) or type(error).__name__,
                     )
                 is_reported = True
-            finally:
-                await messages.aclose()
             # Many processes must not come back to a server at the same moment.
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, LONGEST)

@@ -1,10 +1,8 @@
 """Marks, which all processes find, and the bus that wakes these."""
 
 import asyncio
-import os
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from typing import Any
 
 import psycopg
@@ -12,12 +10,11 @@ import pytest
 import redis
 
 from tests.faults import eventually
+from tests.ledger.bus import Heard, channel_of, listening
 from tests.ledger.contract import durable_only
 from tests.servers import Store
-from wirecall.ledger.base import MAX_MESSAGE, Bus, Ledger, LedgerDown, Mark
+from wirecall.ledger.base import MAX_MESSAGE, Ledger, LedgerDown, Mark
 from wirecall.ledger.sqlite import bus as sqlite_bus
-
-PATIENCE = 30.0
 
 # Every operation on marks, on a handle that cannot do it.
 METHODS: dict[str, Callable[[Ledger], Awaitable[Any]]] = {
@@ -111,46 +108,6 @@ async def test_marks_of_a_closed_ledger_are_down(store: Store, name: str) -> Non
 
 
 # --- the bus --------------------------------------------------------------------------------------
-
-
-class Heard:
-    """The messages that one process receives."""
-
-    def __init__(self) -> None:
-        self.messages: list[str] = []
-        # How many times it began to listen.
-        self.beginnings = 0
-        self._news = asyncio.Event()
-
-    def __call__(self, message: str | None) -> None:
-        if message is None:
-            self.beginnings += 1
-        else:
-            self.messages.append(message)
-        self._news.set()
-
-    async def until(self, fact: Callable[[], bool]) -> None:
-        async with asyncio.timeout(PATIENCE):
-            while not fact():
-                self._news.clear()
-                await self._news.wait()
-
-
-@asynccontextmanager
-async def listening(ledger: Ledger, channel: str) -> AsyncIterator[tuple[Bus, Heard]]:
-    heard = Heard()
-    bus = ledger.join(channel, heard)
-    assert bus is not None
-    try:
-        await heard.until(lambda: heard.beginnings > 0)
-        yield bus, heard
-    finally:
-        await bus.aclose()
-
-
-def channel_of() -> str:
-    """One database serves all tests."""
-    return f"test-{os.urandom(6).hex()}"
 
 
 async def test_bus_of_a_ledger_in_memory_is_none(store: Store, ledger: Ledger) -> None:

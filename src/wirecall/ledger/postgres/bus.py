@@ -62,7 +62,8 @@ async def listen(conninfo: str, channel: str) -> Connection:
         conninfo, autocommit=True, prepare_threshold=None
     )
     try:
-        await connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
+        listen = sql.SQL("LISTEN {}").format(sql.Identifier(channel))
+        await rows_of(connection, listen.as_string(connection))
     except BaseException:
         await connection.close()
         raise

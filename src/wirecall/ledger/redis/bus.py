@@ -66,6 +66,10 @@ class RedisBus(Listening):
         except AskError as error:
             connections.seek_news()
             raise LedgerDown(f"the slot of the channel has moved: {error}") from error
+        except (RedisError, LedgerDown, OSError):
+            # Another node may serve the slot, and no command may be running that would find out.
+            connections.seek_news()
+            raise
         finally:
             with suppress(RedisError, OSError):
                 await listener.aclose()  # type: ignore[no-untyped-call]

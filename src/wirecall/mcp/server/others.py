@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import Struct
 
-from wirecall.aio import start
+from wirecall.aio import clock_from_boot, start
 from wirecall.ledger.base import MAX_MESSAGE, Bus, Ledger, LedgerDown, Mark
 from wirecall.logs import logger
 from wirecall.protocol.messages import JsonObject
@@ -51,6 +51,8 @@ LOOK_EVERY = 5.0
 # Seconds that the marks of two looks have in common: a mark counts from the moment at which it is
 # written, and others see it a moment later.
 OVERLAP = 10.0
+# Seconds after which the answer to a look is late, well within `OVERLAP`.
+LATE = 5.0
 # Seconds for which a message is good. The clocks of hosts may differ.
 LIFETIME = 3600.0
 # Seconds for which the messages of sessions are kept.
@@ -69,6 +71,9 @@ LOOK = "look"
 EVERY_CALLER = "all"
 
 Change = tuple[str, str, str | None]
+
+# A store counts the time in which this machine sleeps.
+clock = clock_from_boot()
 
 
 class EndedSession(Struct, frozen=True):
@@ -146,7 +151,7 @@ class Relay:
         self._looks = asyncio.Event()
         # Changes that the bus has not taken yet, each once.
         self._pending: dict[Change, None] = {}
-        # When the last look began, by the loop's clock.
+        # When the last look began.
         self._looked_at = 0.0
         # The marks that were taken, and when.
         self._taken: dict[str, float] = {}
@@ -161,7 +166,7 @@ class Relay:
             return
         loop = asyncio.get_running_loop()
         self._process = os.urandom(8).hex()
-        self._looked_at = loop.time()
+        self._looked_at = clock()
         self._living = start(loop, self._live(self._open_ledger))
 
         for path, place in self._places.items():
@@ -214,7 +219,7 @@ class Relay:
         for channel in self._channels:
             mark = await ledger.marked(channel, _mark_of(session))
             # Another program that can write to the ledger must not end sessions.
-            if mark is not None and self._opened(mark.content.decode()) is not None:
+            if mark is not None and self._opened(_text(mark)) is not None:
                 return True
         return False
 
@@ -222,7 +227,7 @@ class Relay:
         assert self._open_ledger is not None
         sealed = self._seal({"name": name, **message}, max(lasts, LIFETIME))
         ledger = await self._open_ledger()
-        self._taken[name] = asyncio.get_running_loop().time()
+        self._taken[name] = clock()
         await ledger.mark(self._channels[0], Mark(name, sealed.encode()), lasts)
         if self._buses:
             with suppress(LedgerDown):  # the others look for the mark
@@ -285,10 +290,15 @@ class Relay:
             is_asked = self._looks.is_set()
             self._looks.clear()
             if is_asked or any(place.is_busy() for place in self._places.values()):
-                with suppress(LedgerDown):  # the next look is for a longer time
+                # A failed look ends nothing: the next one is for a longer time.
+                try:
                     await self._look(await open_ledger())
+                except LedgerDown:  # those who send commands log it
+                    continue
+                except Exception as error:
+                    logger.warning("messages of other processes were not looked for: %r", error)
             else:  # whether a session has ended is asked when it comes
-                self._have_looked(asyncio.get_running_loop().time())
+                self._have_looked(clock())
 
     def _receive(self, message: str | None) -> None:
         if message is None or message == LOOK:
@@ -298,13 +308,15 @@ class Relay:
 
     async def _look(self, ledger: Ledger) -> None:
         """Take the marks since the last look that were not taken yet."""
-        now = asyncio.get_running_loop().time()
+        now = clock()
         for channel in self._channels:
             for mark in await ledger.marks(channel, now - self._looked_at + OVERLAP):
                 if mark.name not in self._taken:
-                    # Bytes that are not text were not sealed either.
-                    self._take(mark.content.decode(errors="replace"))
-        self._have_looked(now)
+                    self._take(_text(mark))
+        # The store counts back from the moment at which it answers. So a late answer may lack the
+        # oldest marks, and the next look asks for them again.
+        if clock() - now < LATE:
+            self._have_looked(now)
 
     def _have_looked(self, now: float) -> None:
         self._looked_at = now
@@ -326,8 +338,8 @@ class Relay:
         try:
             if message is not None and message["by"] != self._process:
                 self._use(message)
-        # A process of another version may send something else.
-        except (LookupError, ValueError, msgspec.MsgspecError) as error:
+        # A process of another version may send anything, and the next message must be read.
+        except Exception as error:
             logger.warning("a message of another process is not readable: %r", error)
 
     def _use(self, message: JsonObject) -> None:
@@ -335,7 +347,7 @@ class Relay:
         if name is not None:
             if name in self._taken:
                 return
-            self._taken[name] = asyncio.get_running_loop().time()
+            self._taken[name] = clock()
         for path, kind, uri in message.get("changes", ()):
             if path in self._places:
                 self._places[path].hub.notify_here(kind, uri)
@@ -346,6 +358,11 @@ class Relay:
             place.on_end(msgspec.convert(message["ended"], EndedSession))
         elif "message" in message:
             place.on_message(message["caller"], message["session"], message["message"].encode())
+
+
+def _text(mark: Mark) -> str:
+    """Return the sealed message in a mark. Bytes that are not text were not sealed either."""
+    return mark.content.decode(errors="replace")
 
 
 def _mark_of(session: EndedSession) -> str:
