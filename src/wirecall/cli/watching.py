@@ -26,6 +26,8 @@ PLACES = {
     "metrics_token": "metrics.token",
 }
 COMMAND_LINE = "the command line"
+# Hosts that stand for every address of this machine, and the one of them that it reaches itself at.
+_EVERY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def host_and_port(address: str, example: str) -> tuple[str, int]:
@@ -36,6 +38,14 @@ def host_and_port(address: str, example: str) -> tuple[str, int]:
         why = "expected HOST:PORT, the port up to 65535"
         raise CliError(f"{address!r} is not an address.", why, example)
     return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def local_address(scheme: str, host: str, port: int) -> str:
+    """Return the address at which programs of this machine reach a server."""
+    host = _EVERY.get(host, host)
+    if ":" in host:
+        host = f"[{host}]"
+    return f"{scheme}://{host}:{port}"
 
 
 class Watching(Struct, frozen=True):
