@@ -15,6 +15,7 @@ from tests.console.processes import Running
 from tests.console.requests import Browser
 from tests.ports import free_port
 from wirecall import connect
+from wirecall.audit import verify
 from wirecall.console.snippets import snippets
 from wirecall.console.worker import Served
 from wirecall.mcp import Text
@@ -153,3 +154,16 @@ def test_snippets_name_the_place_of_the_server(
         assert params == {"idempotency_key": "k"}
     else:
         assert (params["name"], params["_meta"]["io.wirecall/idempotency-key"]) == ("pay", "k")
+
+
+def test_console_notes_actions_in_the_trail_that_the_app_names(
+    running: Running, browser: Browser
+) -> None:
+    """Neither the command line nor a file names it."""
+    page = read(browser, "/audit.json?filter=sign")
+    assert page["path"] == "audit.jsonl"
+    assert [line["action"]["what"] for line in page["lines"]] == ["sign in"]
+    body = {"params": '{"sku": "tea"}', "key": None}
+    assert browser.ask("POST", "/methods/price/try", body)[0] == 200
+    assert read(browser, "/audit.json?filter=try")["lines"][0]["method"] == "price"
+    assert verify(running.folder / "audit.jsonl").ok

@@ -64,7 +64,6 @@ def run_command(http: str | None, stdio: bool, watching: Watching) -> None:
         gateway,
         target="gateway",
         address=address,
-        audit=settings.audit,
         settings=settings_in_force(config, stated),
     ):
         if stdio:

@@ -269,7 +269,6 @@ def serve_command(
             app,
             target=named(target, config).text,
             address=_address(way, host, port, unix, is_secure=certificate is not None),
-            audit=audit,
             settings=settings_in_force(config, from_flags),
             is_successor=succession is not None and succession.predecessor is not None,
         ):

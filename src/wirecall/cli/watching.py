@@ -93,7 +93,6 @@ class Watching(Struct, frozen=True):
         *,
         target: str,
         address: str,
-        audit: str | None,
         settings: list[JsonObject],
         is_successor: bool = False,
     ) -> Iterator[None]:
@@ -125,9 +124,8 @@ class Watching(Struct, frozen=True):
             self.port is not None,
             metrics,
             _secret(self.metrics_token),
-            None if audit is None else audit.removeprefix("file:").partition("?")[0],
-            is_successor,
-            settings,
+            shares=is_successor,
+            values=settings,
         )
         companion = Companion(whole, self.capture or "facts")
         try:
