@@ -1198,6 +1198,11 @@ class App(Declarations):
         """The open audit trail, if the app has one and serves."""
         return self._audit
 
+    @property
+    def trail_options(self) -> dict[str, Any] | None:
+        """The arguments of `Audit` for a further trail on the app's file; None: it has none."""
+        return None if self._trail is None else dict(self._trail)
+
     def new_trail(self) -> "Audit | None":
         """Return a further audit trail on the app's file, for a program that does not serve."""
         if self._trail is None:

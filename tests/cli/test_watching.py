@@ -7,7 +7,7 @@ import pytest
 
 from tests.cli import invoke
 from wirecall.cli.failures import CliError, Exit
-from wirecall.cli.watching import Watching, settings_in_force
+from wirecall.cli.watching import Watching, local_address, settings_in_force
 from wirecall.config import Config, check_config, load_config
 
 WHOLE = """\
@@ -112,3 +112,16 @@ def test_serve_says_that_no_console_wins(tmp_path: Path, monkeypatch: pytest.Mon
     result = invoke("serve", str(tmp_path / "shop.py"), *words)
     assert result.exit_code == Exit.USAGE
     assert "--console-port is for --console." in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8420"),
+        ("0.0.0.0", "http://127.0.0.1:8420"),
+        ("::", "http://[::1]:8420"),
+        ("shop.example", "http://shop.example:8420"),
+    ],
+)
+def test_local_address_is_one_that_this_machine_reaches(host: str, address: str) -> None:
+    assert local_address("http", host, 8420) == address

@@ -69,7 +69,7 @@ async def server(tmp_path: Path) -> AsyncIterator[Server]:
 
 @pytest.fixture
 async def collector(server: Server) -> AsyncIterator[Collector]:
-    made = Collector(server.served, audit=str(server.trail))
+    made = Collector(server.served, audit={"path": str(server.trail)})
     await made.open()
     yield made
     await made.aclose()

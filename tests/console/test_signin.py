@@ -2,15 +2,14 @@
 
 import asyncio
 import gzip
-import http.client
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.console.browser import Console
+from tests.console.requests import Browser
 from tests.console.scripted import ScriptedSource
 from tests.console.shop import servers
 from wirecall.console.listener import open_listener, shortened
@@ -19,50 +18,9 @@ from wirecall.console.source import ListenerSettings
 from wirecall.errors import UsageError
 
 
-class Browser:
-    """Sends requests as a page of the console does, unless a test changes them."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._port = int(console.url.rpartition(":")[2])
-        self.fields = {
-            "Origin": console.url,
-            "Sec-Fetch-Site": "same-origin",
-            "Content-Type": "application/json",
-        }
-
-    def ask(
-        self, method: str, path: str, body: Any = None, **changed: str | None
-    ) -> tuple[int, dict[str, str], Any]:
-        """Return the status, the fields and the document of an answer."""
-        fields = dict(self.fields)
-        for name, value in changed.items():
-            fields.pop(name.replace("_", "-"), None)
-            if value is not None:
-                fields[name.replace("_", "-")] = value
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
-        data = json.dumps(body).encode() if method == "POST" else None
-        connection.request(method, path, data, fields)
-        answer = connection.getresponse()
-        text = answer.read()
-        connection.close()
-        found = {name.lower(): value for name, value in answer.getheaders()}
-        document = text
-        if found.get("content-type") == "application/json":
-            document = json.loads(text)
-        return answer.status, found, document
-
-    def sign_in(self, link: str) -> tuple[int, dict[str, str], Any]:
-        answer = self.ask("POST", "/session", {"link": link.partition("#link=")[2]})
-        if answer[0] == 200:
-            self.fields["Cookie"] = answer[1]["set-cookie"].partition(";")[0]
-            self.fields["X-Wirecall-Tab"] = answer[2]["tab"]
-        return answer
-
-
 @pytest.fixture
 def browser(console: Console) -> Browser:
-    return Browser(console)
+    return Browser(console.url)
 
 
 @pytest.fixture
@@ -193,7 +151,7 @@ def test_console_files_are_kept_and_compressed(browser: Browser) -> None:
 @pytest.fixture
 def readonly(source: ScriptedSource) -> Iterator[Browser]:
     with Console(source, readonly=True) as made:
-        browser = Browser(made)
+        browser = Browser(made.url)
         assert browser.sign_in(made.link())[2]["role"] == "look"
         yield browser
 

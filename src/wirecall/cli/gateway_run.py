@@ -8,7 +8,12 @@ import msgspec
 
 from wirecall.cli.failures import CliError, Exit, Unreachable, failure_of
 from wirecall.cli.terminal import Printer, count_of, json_option
-from wirecall.cli.watching import Watching, settings_in_force, watching_options
+from wirecall.cli.watching import (
+    Watching,
+    local_address,
+    settings_in_force,
+    watching_options,
+)
 from wirecall.config import FILE_VARIABLE, check_config, load_config
 from wirecall.errors import CallFailed, UsageError
 from wirecall.gateway.settings import GatewaySettings, load_settings
@@ -51,17 +56,19 @@ def run_command(http: str | None, stdio: bool, watching: Watching) -> None:
         stated["gateway.http"] = http
     watching = watching.or_else(config)
     gateway = Gateway(settings)
+    host, _, port = settings.http.rpartition(":")
+    address = "stdio"
+    if not stdio:
+        address = local_address("http", host.strip("[]"), int(port))
     with watching.of(
         gateway,
         target="gateway",
-        address="stdio" if stdio else f"http://{settings.http}",
-        audit=settings.audit,
+        address=address,
         settings=settings_in_force(config, stated),
     ):
         if stdio:
             gateway.run("stdio")
             return
-        host, _, port = settings.http.rpartition(":")
         try:
             gateway.run("http", host=host.strip("[]"), port=int(port))
         except UsageError as error:

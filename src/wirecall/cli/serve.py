@@ -40,6 +40,7 @@ from wirecall.cli.watching import (
     PORT,
     Watching,
     host_and_port,
+    local_address,
     settings_in_force,
     watching_options,
 )
@@ -264,14 +265,10 @@ def serve_command(
         if audit:
             check_trail(audit.removeprefix("file:").partition("?")[0])
         log_calls(log)
-        address: str = way
-        if way == "http":
-            address = f"{'http' if certificate is None else 'https'}://{host}:{port}"
         with watching.of(
             app,
             target=named(target, config).text,
-            address=address,
-            audit=audit,
+            address=_address(way, host, port, unix, is_secure=certificate is not None),
             settings=settings_in_force(config, from_flags),
             is_successor=succession is not None and succession.predecessor is not None,
         ):
@@ -355,6 +352,18 @@ def _stated(
         stated["audit.file"] = audit
     stated |= {f"limits.{name}": value for name, value in limits.items()}
     return stated | watching.stated()
+
+
+def _address(way: str, host: str, port: int, unix: str | None, *, is_secure: bool) -> str:
+    """Return where a server is, for those who watch it; "stdio" has no address."""
+    if unix is not None:
+        return f"unix:{Path(unix.removeprefix('unix:')).absolute()}"
+    if way == "stdio":
+        return way
+    scheme = way
+    if is_secure:
+        scheme = "https"
+    return local_address(scheme, host, port)
 
 
 def _transport(

@@ -26,6 +26,8 @@ PLACES = {
     "metrics_token": "metrics.token",
 }
 COMMAND_LINE = "the command line"
+# Hosts that stand for every address of this machine, and the one of them that it reaches itself at.
+_EVERY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def host_and_port(address: str, example: str) -> tuple[str, int]:
@@ -36,6 +38,14 @@ def host_and_port(address: str, example: str) -> tuple[str, int]:
         why = "expected HOST:PORT, the port up to 65535"
         raise CliError(f"{address!r} is not an address.", why, example)
     return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def local_address(scheme: str, host: str, port: int) -> str:
+    """Return the address at which programs of this machine reach a server."""
+    host = _EVERY.get(host, host)
+    if ":" in host:
+        host = f"[{host}]"
+    return f"{scheme}://{host}:{port}"
 
 
 class Watching(Struct, frozen=True):
@@ -83,7 +93,6 @@ class Watching(Struct, frozen=True):
         *,
         target: str,
         address: str,
-        audit: str | None,
         settings: list[JsonObject],
         is_successor: bool = False,
     ) -> Iterator[None]:
@@ -115,9 +124,8 @@ class Watching(Struct, frozen=True):
             self.port is not None,
             metrics,
             _secret(self.metrics_token),
-            None if audit is None else audit.removeprefix("file:").partition("?")[0],
-            is_successor,
-            settings,
+            shares=is_successor,
+            values=settings,
         )
         companion = Companion(whole, self.capture or "facts")
         try:

@@ -52,7 +52,7 @@ class Collector:
         served: Served,
         *,
         readonly: bool = False,
-        audit: str | None = None,
+        audit: dict[str, Any] | None = None,
         settings: Sequence[JsonObject] = (),
     ) -> None:
         self.served = served
@@ -585,7 +585,7 @@ def open_collector(
     served: Served,
     *,
     readonly: bool = False,
-    audit: str | None = None,
+    audit: dict[str, Any] | None = None,
     settings: Sequence[JsonObject] = (),
 ) -> Collector:
     """Return a collector of a server; `UsageError` if this system has no Unix sockets."""

@@ -12,7 +12,7 @@ import sys
 import time
 from contextlib import suppress
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import Struct
@@ -46,8 +46,8 @@ class Settings(Struct):
     # Where /metrics listens; None: nowhere.
     metrics: tuple[str, int] | None = None
     metrics_token: str | None = None
-    # The path of the audit trail.
-    audit: str | None = None
+    # The arguments of the app's audit trail.
+    audit: dict[str, Any] | None = None
     # The address of /metrics is still that of the server that this one replaces.
     shares: bool = False
     # The settings in force: name, value and origin of each.
@@ -74,6 +74,8 @@ class Companion:
         app.configure(tap=self.tap)
         describe(self._settings.served)
         settings = self._settings
+        # The app itself may name it, and nothing else.
+        settings.audit = app.trail_options
         if settings.console is None and settings.metrics is None:
             return
         self._process = subprocess.Popen(

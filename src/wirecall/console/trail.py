@@ -21,10 +21,10 @@ BLOCK = 1 << 18
 
 
 class Trail:
-    """The audit trail of a server; with None, there is none."""
+    """The audit trail of a server, by the arguments of `Audit`; with None, there is none."""
 
-    def __init__(self, file: str | None) -> None:
-        self._trail = None if file is None else audit.Audit(file)
+    def __init__(self, options: dict[str, Any] | None) -> None:
+        self._trail = None if options is None else audit.Audit(**options)
         self._verified: JsonObject | None = None
 
     def close(self) -> None:
