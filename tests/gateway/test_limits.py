@@ -13,13 +13,14 @@ import pytest
 from msgspec import Raw
 
 from tests.client.conftest import nothing_is_left as nothing_is_left
-from tests.client.peers import served
-from tests.gateway.bench import BOTH, Bench
+from tests.client.peers import served, until
+from tests.gateway.bench import BOTH, Bench, Held
 from tests.gateway.faulty import called, faulty
-from tests.gateway.fronts import effects, introduction, message_of, wrapped
+from tests.gateway.fronts import counter, effects, introduction, message_of, wrapped
 from tests.ports import free_port
 from wirecall import App, Context
-from wirecall.gateway import UpstreamSettings, offers, plan
+from wirecall.gateway import UpstreamSettings, fronts, offers, plan
+from wirecall.gateway.upstream import FAILURES
 from wirecall.server.identity import Identity
 
 CANARY = "canary-7f3a"
@@ -50,7 +51,10 @@ def python(code: str) -> list[str]:
         (["/no/such/program"], "/no/such/program cannot be started"),
         (python("import sys; sys.exit('no licence')"), "its last words: no licence"),
         (python("print('hello'); print('{}')"), "the server process ended with 0"),
-        (python("import sys; sys.stdin.read()"), "it did not answer"),
+        (
+            python("print('usage: x FILE')"),
+            "ended with 0; it printed 'usage: x FILE', which is not",
+        ),
     ],
 )
 async def test_gateway_in_front_of_a_server_that_cannot_serve_says_why(
@@ -58,9 +62,6 @@ async def test_gateway_in_front_of_a_server_that_cannot_serve_says_why(
 ) -> None:
     """Bad input: 50210 with the upstream, the reason and its last words; the plan has a finding."""
     monkeypatch.setattr("wirecall.gateway.upstream.ATTEMPT_PAUSE", 0.0)
-    if words == "it did not answer":
-        for module in ("session", "upstream", "relay"):
-            monkeypatch.setattr(f"wirecall.gateway.{module}.START_TIME", 0.3)
     bad = UpstreamSettings("bad", command=command)
     async with Bench(tmp_path, names=(), more=[bad]).serving() as bench:
         answer, _ = await bench.post("/mcp/bad", message_of("initialize", introduction(), 1))
@@ -69,6 +70,119 @@ async def test_gateway_in_front_of_a_server_that_cannot_serve_says_why(
         assert error["data"]["upstream"] == "bad" and words in error["message"]
         [finding] = (await plan.planned(bench.gateway)).findings
         assert finding.startswith("bad: ")
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["/bin/sh", "-c", "cat >/dev/null"], "it did not answer initialize within"),
+        (
+            ["/bin/sh", "-c", "echo hello; cat >/dev/null"],
+            " s; it printed 'hello', which is not a message of MCP",
+        ),
+        (["/bin/sh", "-c", "echo no key >&2; cat >/dev/null"], " s; its last words: no key"),
+    ],
+)
+async def test_gateway_in_front_of_a_server_that_is_mute_says_what_it_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], words: str
+) -> None:
+    """Bad input: a program that waits for something else is down, and not only slow."""
+    bad = UpstreamSettings("bad", command=command)
+    async with Bench(tmp_path, names=(), more=[bad]).serving() as bench:
+        # On a busy machine the program may print later.
+        for seconds in (0.1, 1.0, 30.0):
+            monkeypatch.setattr("wirecall.gateway.session.START_TIME", seconds)
+            answer, _ = await bench.post("/mcp/bad", message_of("initialize", introduction(), 1))
+            error = answer["error"]
+            assert (error["code"], error["data"]["ran"]) == (50210, "no")
+            if words in error["message"]:
+                break
+        assert words in error["message"] and error["data"]["upstream"] == "bad"
+        status = (await bench.gateway.status())["upstreams"]["bad"]
+        assert status["up"] is False and words in status["reason"]
+        [finding] = (await plan.planned(bench.gateway)).findings
+        assert finding.startswith("bad: it did not answer initialize within")
+
+
+async def test_process_that_does_not_answer_is_not_up(tmp_path: Path) -> None:
+    """Bad input: a process that runs is no server yet."""
+    bad = UpstreamSettings("bad", command=["/bin/sh", "-c", "cat >/dev/null"])
+    async with Bench(tmp_path, names=("bank",), more=[bad]).serving() as bench:
+        upstream = bench.gateway.upstreams["bad"]
+        await until(lambda: upstream.children and bench.gateway.upstreams["bank"].is_up)
+        status = (await bench.gateway.status())["upstreams"]
+        assert (status["bank"]["up"], status["bad"]["up"]) == (True, False)
+
+
+async def test_breaker_opens_for_a_server_that_starts_and_ends(tmp_path: Path) -> None:
+    """Bad input: five greetings in a row that fail are enough."""
+    bad = UpstreamSettings("bad", command=["/bin/sh", "-c", "exit 3"])
+    async with Bench(tmp_path, names=(), more=[bad]).serving() as bench:
+        upstream = bench.gateway.upstreams["bad"]
+        upstream.clock = upstream.starts._clock = upstream.breaker._clock = Held()
+        hello = message_of("initialize", introduction(), 1)
+        for _ in range(FAILURES):
+            upstream.starts.forgive()
+            await bench.post("/mcp/bad", hello)
+        assert upstream.breaker.is_open
+        answer, _ = await bench.post("/mcp/bad", hello)
+        assert "it was not tried again yet: the server process" in answer["error"]["message"]
+
+
+WITHOUT_LISTS = """
+import json, sys
+
+for line in sys.stdin:
+    message = json.loads(line)
+    result = {"content": []}
+    if message["method"] == "initialize":
+        info = {"name": "x", "version": "1"}
+        version = message["params"]["protocolVersion"]
+        result = {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": info}
+    if message["method"] in ("initialize", "tools/call"):
+        print(json.dumps({"jsonrpc": "2.0", "id": message["id"], "result": result}), flush=True)
+"""
+
+
+async def test_server_that_does_not_list_its_tools_has_commands_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bad input: the plan and a call end, and the plan says why it lacks the tools."""
+    monkeypatch.setattr("wirecall.gateway.gateway.START_TIME", 0.1)
+    monkeypatch.setattr("wirecall.gateway.relay.START_TIME", 0.1)
+    odd = UpstreamSettings("odd", command=python(WITHOUT_LISTS))
+    async with Bench(tmp_path, names=(), more=[odd]).serving() as bench:
+        [finding] = (await plan.planned(bench.gateway)).findings
+        assert finding == "odd: it did not give its list of tools within 0.1 s"
+        _, session = await bench.post("/mcp/odd", message_of("initialize", introduction(), 1))
+        params = {"name": "x", "arguments": {}}
+        answer, _ = await bench.post("/mcp/odd", message_of("tools/call", params, 2), session)
+        assert answer["result"]["content"] == []
+        assert bench.gateway.upstreams["odd"].use_of("x") == "once"
+
+
+async def test_list_waits_once_for_an_upstream_that_is_mute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G11: the next lists leave it out at once, until it has answered in the background."""
+    monkeypatch.setattr("wirecall.gateway.gateway.BACK_AFTER", 0.01)
+    go = tmp_path / "go"
+    script = f'while [ ! -e {go} ]; do sleep 0.01; done; exec "$@"'
+    slow = UpstreamSettings(
+        "slow", command=["/bin/sh", "-c", script, "x", *counter(tmp_path / "n")]
+    )
+    async with Bench(tmp_path, names=("bank",), more=[slow]).serving() as bench:
+        await until(lambda: bench.gateway.upstreams["bank"].is_up)
+        _, session = await bench.post("/mcp", message_of("initialize", introduction(), 1))
+        ask = message_of("tools/list", None, 2)
+        for seconds in (0.1, 3600.0):
+            monkeypatch.setattr(fronts, "LIST_TIME", seconds)
+            listed, _ = await bench.post("/mcp", ask, session)
+            assert listed["result"]["_meta"]["io.wirecall/missing"] == ["slow"]
+        go.touch()
+        await until(lambda: ("slow", "tools") in bench.gateway.seen)
+        listed, _ = await bench.post("/mcp", ask, session)
+        assert len(listed["result"]["tools"]) == 4 and "_meta" not in listed["result"]
 
 
 @pytest.mark.parametrize(

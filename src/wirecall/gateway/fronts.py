@@ -505,7 +505,7 @@ class MergedFront(Front):
         if missing:
             page["_meta"] = {MISSING_META: missing}
             for name in missing:
-                self.gateway.await_back(name)
+                self.gateway.await_back(name, kind)
         return encode(page)
 
     async def _table(self, kind: str, caller: str, session: Session) -> tuple[Merged, list[str]]:
@@ -516,7 +516,11 @@ class MergedFront(Front):
             upstream.name: gateway.known_entries(upstream, kind, caller, session)
             for upstream in upstreams
         }
-        unknown = [upstream for upstream in upstreams if known[upstream.name] is None]
+        unknown = [
+            upstream
+            for upstream in upstreams
+            if known[upstream.name] is None and not gateway.is_late(upstream.name, kind)
+        ]
         known |= await self._read_entries(unknown, kind, caller, session)
         missing = [name for name, found in known.items() if found is None]
         # A tool that was seen before stays listed.
@@ -538,13 +542,16 @@ class MergedFront(Front):
             asyncio.create_task(self._entries(upstream, kind, caller, session))
             for upstream in upstreams
         ]
-        done, late = await asyncio.wait(reading, timeout=LIST_TIME)
-        for task in late:
-            task.cancel()
-        return {
-            upstream.name: _read_now(task) if task in done else None
-            for upstream, task in zip(upstreams, reading, strict=True)
-        }
+        done, _ = await asyncio.wait(reading, timeout=LIST_TIME)
+        found: dict[str, list[Raw] | None] = {}
+        for upstream, task in zip(upstreams, reading, strict=True):
+            found[upstream.name] = None
+            if task in done:
+                found[upstream.name] = _read_now(task)
+            else:
+                task.cancel()
+                self.gateway.await_back(upstream.name, kind, is_late=True)
+        return found
 
     async def _entries(
         self, upstream: "Upstream", kind: str, caller: str, session: Session

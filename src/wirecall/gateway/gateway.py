@@ -19,7 +19,7 @@ from msgspec import Raw, structs
 
 from wirecall.app import GRACE, App
 from wirecall.client.delivery import Clock
-from wirecall.errors import CallFailed, NotSent, RpcError
+from wirecall.errors import CallFailed, NotSent, RpcError, UpstreamUnavailable
 from wirecall.files import replace_file
 from wirecall.gateway.fronts import (
     BACK_AFTER,
@@ -37,7 +37,7 @@ from wirecall.gateway.fronts import (
 from wirecall.gateway.offers import NAMED
 from wirecall.gateway.origins import origin_of
 from wirecall.gateway.relay import Send
-from wirecall.gateway.session import UpstreamSession, Wishes
+from wirecall.gateway.session import START_TIME, UpstreamSession, Wishes
 from wirecall.gateway.settings import GatewaySettings, UpstreamSettings
 from wirecall.gateway.state import named_reason, probe, state_of, tool_of
 from wirecall.gateway.upstream import REAL, Origin, Places, Upstream
@@ -142,7 +142,10 @@ class Gateway(App):
         self._changes: Counter[tuple[str, str]] = Counter()
         self._fronts: dict[str, Front] = {}
         self._background: set[asyncio.Task[Any]] = set()
-        self._awaited: set[str] = set()
+        # The lists, by upstream and kind, that are read in the background until they are there.
+        self._awaited: set[tuple[str, str]] = set()
+        # Those of them that did not come in time. A further list does not wait for them.
+        self._late: set[tuple[str, str]] = set()
 
     # --- conversations ----------------------------------------------------------------------------
 
@@ -168,8 +171,8 @@ class Gateway(App):
                 if opening.cancelled():
                     raise NotSent("its session was ended while it was opened")
                 conversation = opening.result()
-            except (CallFailed, TimeoutError) as error:
-                raise upstream.unavailable(str(error) or "it did not answer in time") from error
+            except CallFailed as error:
+                raise upstream.unavailable(str(error)) from error
             if key[1].endswith(NEWEST) and upstream.name in self._older:
                 # Clients of both eras share one conversation with a server that has one era.
                 if self._conversations.pop(key, None) is not None:
@@ -198,8 +201,8 @@ class Gateway(App):
             except BaseException:
                 places.give_back()
                 raise
-        except (CallFailed, TimeoutError) as error:
-            raise upstream.unavailable(str(error) or "it did not answer in time") from error
+        except CallFailed as error:
+            raise upstream.unavailable(str(error)) from error
         self._singles.add(conversation)
         conversation.enter()
         return conversation
@@ -325,9 +328,14 @@ class Gateway(App):
                 conversation.follow()
         except BaseException as error:
             await conversation.aclose()
-            if isinstance(error, CallFailed | TimeoutError):
-                upstream.fell(str(error) or "it did not answer in time")
+            # `reach` has noted its own failures.
+            if isinstance(error, CallFailed | RpcError) and not isinstance(
+                error, UpstreamUnavailable
+            ):
+                upstream.fell(str(error))
             raise
+        upstream.rose()
+        self._late = {each for each in self._late if each[0] != upstream.name}
         if unit.endswith(NEWEST) and conversation.revision not in STATELESS:
             self._older.add(upstream.name)
         upstream.starts.welcome()
@@ -471,8 +479,7 @@ class Gateway(App):
         found: list[Raw] = []
         async with self.conversation(upstream, caller, session) as conversation:
             if offers(conversation.described(), kind):
-                await conversation.ready()
-                found = await read_list(conversation, kind)
+                found = await self._read(conversation, kind)
         if kind == "tools":
             found = upstream.allowed(found)
         self.seen[upstream.name, kind] = found
@@ -482,6 +489,15 @@ class Gateway(App):
             _limit(self._lists, MOST_LISTS)
         return found
 
+    async def _read(self, conversation: UpstreamSession, kind: str) -> list[Raw]:
+        try:
+            async with asyncio.timeout(START_TIME):
+                await conversation.ready()
+                return await read_list(conversation, kind)
+        except TimeoutError:
+            reason = f"it did not give its list of {kind} within {START_TIME:g} s"
+            raise conversation.upstream.unavailable(reason) from None
+
     # --- in the background ------------------------------------------------------------------------
 
     def start(self, work: Coroutine[Any, Any, object]) -> None:
@@ -490,29 +506,35 @@ class Gateway(App):
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    def await_back(self, name: str) -> None:
-        """Try an upstream that was left out until it is back, and tell clients then."""
-        if name not in self._awaited:
-            self._awaited.add(name)
-            self.start(self._back(self.upstreams[name]))
+    def await_back(self, name: str, kind: str, *, is_late: bool = False) -> None:
+        """Read a list that was left out until it is there, and tell clients then."""
+        if is_late:
+            self._late.add((name, kind))
+        if (name, kind) not in self._awaited:
+            self._awaited.add((name, kind))
+            self.start(self._back(self.upstreams[name], kind))
 
-    async def _back(self, upstream: Upstream) -> None:
+    def is_late(self, name: str, kind: str) -> bool:
+        """Return whether a list did not come in time, and is awaited in the background."""
+        return (name, kind) in self._late
+
+    async def _back(self, upstream: Upstream, kind: str) -> None:
         pause = BACK_AFTER
         try:
             while True:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, BACK_AT_MOST)
                 try:
-                    await self.entries(upstream, "tools", "", self._someone())
+                    await self.entries(upstream, kind, "", self._someone())
                 except (RpcError, CallFailed):
                     continue
                 break
         finally:
-            self._awaited.discard(upstream.name)
+            self._awaited.discard((upstream.name, kind))
+            self._late.discard((upstream.name, kind))
         front = self._fronts.get("/mcp")
         if front is not None:
-            for kind in ("tools", "prompts", "resources"):
-                front.hub.notify(kind)
+            front.hub.notify("resources" if kind == "resourceTemplates" else kind)
 
     async def reach_all(self) -> None:
         """Reach every upstream, and print a line for each."""

@@ -22,6 +22,8 @@ class RelayLineLink(McpLineLink):
         super().__init__(pipe, max_bytes)
         # The highest id that was sent. Ids are counted.
         self.last_id = 0
+        # The last line that cannot be a message: some programs print text there.
+        self.printed = b""
 
     @property
     def is_open(self) -> bool:
@@ -33,6 +35,11 @@ class RelayLineLink(McpLineLink):
         """Whether the next message needs neither another pipe nor a handshake."""
         pipe = self._pipe
         return pipe is not None and (self.renew is None or pipe is self._greeted)
+
+    def _line(self, line: bytes) -> None:
+        if line[:1] not in b"{[":
+            self.printed = line
+        super()._line(line)
 
     def _take(self, message: Received, in_array: bool) -> None:
         id: Any = message.id

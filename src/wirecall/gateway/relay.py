@@ -341,16 +341,12 @@ class Relay:
 
         ask = flying.forward.send
         if method == "initialize":
-            ask = partial(self._initialize, params)
+            ask = partial(self.session.initialize, params)
         result = await self._again(flying, ask, repeats=method in _READS)
         if method == "tools/list":
             self.upstream.learn(result, is_first="cursor" not in members_of(params))
         self.session.note(method, params)
         return self._read(flying.forward, result)
-
-    async def _initialize(self, params: Raw | UnsetType) -> Raw:
-        async with asyncio.timeout(START_TIME):
-            return await self.session.initialize(params)
 
     def _read(self, forward: Forward, result: Raw) -> bytes:
         """Return the result of a request that only reads, or its questions."""
@@ -405,10 +401,9 @@ class Relay:
                     flying.forward.error = error
                 raise
             except TimeoutError as error:
-                is_greeting = flying.forward.method == "initialize"
-                if is_last or is_greeting:
-                    limit = START_TIME if is_greeting else upstream.origin.timeout
-                    raise upstream.unavailable(f"no answer within {limit:g} s") from error
+                if is_last:
+                    reason = f"no answer within {upstream.origin.timeout:g} s"
+                    raise upstream.unavailable(reason) from error
             except CallFailed as error:
                 if is_last or error.ran == "no":
                     raise upstream.unavailable(upstream.lost(error)) from error
@@ -477,13 +472,16 @@ class Relay:
         if _VERSION in envelope:
             members[META] = raw_of(envelope)
         try:
-            await self.session.ready()
-            for page in range(MOST_PAGES):
-                listed = await self.session.ask("tools/list", raw_of(members))
-                cursor = upstream.learn(listed, is_first=page == 0)
-                if cursor is None:
-                    return
-                members["cursor"] = cursor
+            async with asyncio.timeout(START_TIME):
+                await self.session.ready()
+                for page in range(MOST_PAGES):
+                    listed = await self.session.ask("tools/list", raw_of(members))
+                    cursor = upstream.learn(listed, is_first=page == 0)
+                    if cursor is None:
+                        return
+                    members["cursor"] = cursor
+        except TimeoutError:
+            upstream.tools = {}  # the next call does not wait for it again
         except (RpcError, CallFailed):
             return
 

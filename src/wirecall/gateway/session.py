@@ -19,7 +19,15 @@ import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from wirecall.client.exchange import AnyEntry, Entry, Exchange
-from wirecall.errors import BadAnswer, CallFailed, NotSent, Refused, RpcError, UpstreamUnavailable
+from wirecall.errors import (
+    BadAnswer,
+    CallFailed,
+    ConnectionLost,
+    NotSent,
+    Refused,
+    RpcError,
+    UpstreamUnavailable,
+)
 from wirecall.gateway import translate
 from wirecall.gateway.changes import Changes
 from wirecall.gateway.link import RelayLineLink
@@ -42,6 +50,8 @@ SUBSCRIBE = "resources/subscribe"
 UNSUBSCRIBE = "resources/unsubscribe"
 # Seconds that a server may take to answer `initialize`: it may have to load its modules first.
 START_TIME = 60.0
+# Bytes of a line that an error quotes.
+SHOWN = 100
 # Requests of a server that are kept until its client can be asked.
 MOST_HELD = 100
 # How a server of 2024-11-05 answers a POST to its stream.
@@ -142,6 +152,8 @@ class UpstreamSession:
         # The greeting of the client.
         self._introduction: Raw | UnsetType = UNSET
         self._is_initialized = False
+        # The gateway greets the server now. A link alone does not show that it serves.
+        self._is_opening = False
         self.wishes = Wishes()
         # The clients whose calls are in flight, and what sends them messages.
         self.hearers: dict[Outbox, tuple[Session, Outlet]] = {}
@@ -182,7 +194,7 @@ class UpstreamSession:
             await self.link.open()
         elif self.upstream.is_up:
             return  # a request over HTTP makes its own connection
-        await self.upstream.reach(self.link)
+        await self.upstream.reach(self.link, is_greeted=not self._is_opening)
 
     async def ask(
         self,
@@ -332,12 +344,32 @@ class UpstreamSession:
     async def initialize(self, params: Raw | UnsetType) -> Raw:
         """Pass the client's `initialize` on, and remember it; return its result."""
         try:
-            result = await self._introduce(params)
-        except (Refused, RpcError) as refusal:
-            result = await self._introduce_older(params, refusal)
+            async with asyncio.timeout(START_TIME):
+                result = await self._initialized(params)
+        except TimeoutError:
+            reason = f"it did not answer initialize within {START_TIME:g} s{self._instead()}"
+            child = self.upstream.starts.newest
+            if child is not None and child.said:
+                reason += f"; its last words: {child.said}"
+            raise NotSent(reason) from None
+        except ConnectionLost as error:
+            raise ConnectionLost(f"{error}{self._instead()}") from error
         self._introduction = params
         self.link.renew = self._renew
         return result
+
+    async def _initialized(self, params: Raw | UnsetType) -> Raw:
+        try:
+            return await self._introduce(params)
+        except (Refused, RpcError) as refusal:
+            return await self._introduce_older(params, refusal)
+
+    def _instead(self) -> str:
+        """Return the end of an error message: what the program has printed instead of an answer."""
+        if self._line is None or not self._line.printed.strip():
+            return ""
+        text = self._line.printed[:SHOWN].decode("utf-8", "replace").strip()
+        return f"; it printed {text!r}, which is not a message of MCP"
 
     async def _introduce(self, params: Raw | UnsetType) -> Raw:
         sent = self._sending("initialize", params, None)
@@ -364,6 +396,7 @@ class UpstreamSession:
         the settings state the revision.
         """
         self.offered = revision
+        self._is_opening = True
         await self.ready()
         try:
             await self._open(revision, capabilities, client)
@@ -371,6 +404,8 @@ class UpstreamSession:
             if is_stated:
                 raise self._does_not_have(revision, str(error)) from error
             raise
+        finally:
+            self._is_opening = False
         if is_stated and self.revision is not revision:
             name = "another one" if self.revision is None else self.revision.name
             raise self._does_not_have(revision, f"it speaks {name}")
@@ -399,8 +434,7 @@ class UpstreamSession:
             "clientInfo": client or translate.ME,
         }
         try:
-            async with asyncio.timeout(START_TIME):
-                await self.initialize(raw_of(params))
+            await self.initialize(raw_of(params))
         except (RpcError, Refused):
             if revision.is_stateless or not await self._discover():
                 raise

@@ -397,8 +397,11 @@ class Upstream:
         )
         return PacedChild(child, self.starts, self.children)
 
-    async def reach(self, link: McpLink) -> None:
-        """Make a link, with further attempts; raise `UpstreamUnavailable` if that fails."""
+    async def reach(self, link: McpLink, *, is_greeted: bool = True) -> None:
+        """Make a link, with further attempts; raise `UpstreamUnavailable` if that fails.
+
+        If its server is not greeted yet, `rose` or `fell` must follow.
+        """
         if self.breaker.is_open:
             raise self.unavailable(f"it was not tried again yet: {self.breaker.reason}")
         deadline = self.clock.time() + LINK_TIME
@@ -406,7 +409,8 @@ class Upstream:
             try:
                 async with asyncio.timeout(START_TIME):
                     await link.ready()
-                self._note(is_up=True)
+                if is_greeted:
+                    self._note(is_up=True)
                 return
             except (CallFailed, TimeoutError) as error:
                 reason = str(error) or f"it did not answer within {START_TIME:g} s"
@@ -425,6 +429,10 @@ class Upstream:
         if is_up is not self.is_up:
             self.is_up = is_up
             self.since = time.time()
+
+    def rose(self) -> None:
+        """Note that a conversation was made."""
+        self._note(is_up=True)
 
     def fell(self, reason: str) -> None:
         """Note that a link was made, and no conversation."""
