@@ -29,6 +29,7 @@ from wirecall.errors import (
     CallFailed,
     Gone,
     InvalidParams,
+    NotSent,
     RpcError,
     UpstreamUnavailable,
 )
@@ -350,7 +351,11 @@ class Relay:
 
     async def _initialize(self, params: Raw | UnsetType) -> Raw:
         async with asyncio.timeout(START_TIME):
-            return await self.session.initialize(params)
+            try:
+                return await self.session.initialize(params)
+            except NotSent:
+                await self.session.ready_again()
+                return await self.session.initialize(params)
 
     def _read(self, forward: Forward, result: Raw) -> bytes:
         """Return the result of a request that only reads, or its questions."""
