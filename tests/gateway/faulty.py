@@ -30,6 +30,38 @@ class Faulty:
         self.elsewhere: list[str] = []
         # The connections on which calls have come.
         self.connections: list[asyncio.BaseTransport] = []
+        # The methods of all messages.
+        self.asked: list[str] = []
+        self._runner = web.AppRunner(self._routes(), shutdown_timeout=0.1)
+        self._site: web.TCPSite | None = None
+        self._open: set[asyncio.BaseTransport] = set()
+        self.port = 0
+
+    def _routes(self) -> web.Application:
+        app = web.Application()
+        app.router.add_route("*", "/mcp", self.serve)
+        app.router.add_route("*", "/{path:.+}", self.stray)
+        return app
+
+    async def begin(self) -> None:
+        """Serve, on the port of before if there was one."""
+        if self._site is None:
+            await self._runner.setup()
+        self._site = web.TCPSite(self._runner, "127.0.0.1", self.port)
+        await self._site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def go_away(self) -> None:
+        """Refuse connections until `begin`."""
+        assert self._site is not None
+        await self._site.stop()
+        for each in self._open:
+            each.close()
+        self._open.clear()
+
+    async def aclose(self) -> None:
+        self.end.set()
+        await self._runner.cleanup()
 
     @property
     def has_none_open(self) -> bool:
@@ -50,6 +82,9 @@ class Faulty:
         if request.method != "POST":
             return web.Response(status=405)
         message = await request.json()
+        assert request.transport is not None
+        self._open.add(request.transport)
+        self.asked.append(message["method"])
         id = message.get("id")
         method = message["method"]
         if id is None:
@@ -65,7 +100,6 @@ class Faulty:
             result = {"tools": TOOLS}
         elif method == "tools/call":
             params = message["params"]
-            assert request.transport is not None
             self.connections.append(request.transport)
             self.calls.append(params["name"])
             return await self._ended(request, id, params["arguments"]["then"], result)
@@ -106,18 +140,12 @@ async def faulty(
 ) -> AsyncIterator[tuple[Bench, Faulty, str]]:
     """A gateway in front of it, and a session there. Bytes need `delay` seconds."""
     server = Faulty()
-    app = web.Application()
-    app.router.add_route("*", "/mcp", server.serve)
-    app.router.add_route("*", "/{path:.+}", server.stray)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
+    await server.begin()
     try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        url = f"http://127.0.0.1:{server.port}"
         async with AsyncExitStack() as stack:
             if delay:
-                proxy = SlowProxy(runner.addresses[0][1], delay)
+                proxy = SlowProxy(server.port, delay)
                 url = (await stack.enter_async_context(proxy)).url
             more = [UpstreamSettings("faulty", url=f"{url}/mcp", **own)]
             bench = Bench(folder, names=(), more=more)
@@ -129,8 +157,7 @@ async def faulty(
             await bench.post("/mcp/faulty", message_of("tools/list", None, 2), session)
             yield bench, server, session
     finally:
-        server.end.set()
-        await runner.cleanup()
+        await server.aclose()
 
 
 async def called(bench: Bench, session: str, tool: str, then: str, path: str = "faulty") -> Any:

@@ -4,6 +4,7 @@ import asyncio
 import sys
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from tests.client.conftest import nothing_is_left as nothing_is_left
@@ -15,6 +16,7 @@ from tests.ports import free_port
 from wirecall.gateway import UpstreamSettings
 from wirecall.gateway.upstream import FAILURES
 
+BOTH = ["pay", "look"]
 REFUSED = ["status 301", "status 307", "status 400", "status 401", "status 403", "status 429"]
 ANSWERED_REFUSALS = [-32700, -32600, -32601, -32602, -32020, -32021, -32022]
 LOST = ["status 303", "status 500", "status 503", "reset", "half", "text garbage", "text "]
@@ -41,7 +43,7 @@ async def test_refusal_of_a_query_is_an_error(tmp_path: Path, then: str) -> None
         assert server.calls == ["look"]
 
 
-@pytest.mark.parametrize("tool", ["pay", "look"])
+@pytest.mark.parametrize("tool", BOTH)
 @pytest.mark.parametrize("code", ANSWERED_REFUSALS)
 async def test_refusal_in_an_answer_is_passed_on(tmp_path: Path, tool: str, code: int) -> None:
     """G6: in the server's own words; a command is released."""
@@ -53,7 +55,7 @@ async def test_refusal_in_an_answer_is_passed_on(tmp_path: Path, tool: str, code
             assert len(server.calls) == count
 
 
-@pytest.mark.parametrize("tool", ["pay", "look"])
+@pytest.mark.parametrize("tool", BOTH)
 @pytest.mark.parametrize("then", ["code -32000", "code 7", "is_error", "done"])
 async def test_answer_of_a_command_is_recorded(tmp_path: Path, tool: str, then: str) -> None:
     """G6: a command is replayed, a tool that reads is asked again."""
@@ -104,7 +106,7 @@ async def test_call_that_is_not_answered_ends_with_its_timeout(
         assert len(server.calls) == count
 
 
-@pytest.mark.parametrize("tool", ["pay", "look"])
+@pytest.mark.parametrize("tool", BOTH)
 @pytest.mark.parametrize(
     ("url", "why"),
     [
@@ -142,6 +144,73 @@ async def test_call_in_front_of_an_open_breaker_is_refused_at_once(tmp_path: Pat
         )
         status = (await bench.gateway.status())["upstreams"]["away"]
         assert status["breaker"] == "open"
+
+
+async def test_server_over_http_that_goes_away_is_down_until_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G6: three attempts for each call, then the breaker; a command never tries whether it is back."""
+    monkeypatch.setattr("wirecall.gateway.upstream.ATTEMPT_PAUSE", 0.0)
+    async with faulty(tmp_path) as (bench, server, session):
+
+        async def state() -> tuple[object, object]:
+            found = (await bench.gateway.status())["upstreams"]["faulty"]
+            return found["up"], found["breaker"]
+
+        assert await state() == (True, "closed")
+        await server.go_away()
+        for count in range(1, FAILURES + 1):
+            error = (await called(bench, session, "pay" if count % 2 else "look", "done"))["error"]
+            assert (error["code"], error["data"]["ran"]) == (50210, "no")
+            assert "Connection refused" in error["message"]
+            assert await state() == (False, "open" if count == FAILURES else "closed")
+        await server.begin()
+        server.asked.clear()
+        error = (await called(bench, session, "pay", "done"))["error"]
+        assert "not tried again yet" in error["message"] and server.asked == []
+        monkeypatch.setattr("wirecall.gateway.upstream.REST", 0.0)
+        assert "result" in await called(bench, session, "pay", "done")
+        assert server.asked == ["ping", "tools/call"]
+        assert await state() == (True, "closed")
+
+
+async def test_call_waits_for_a_server_over_http_that_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G6: a call whose first attempt found nothing runs once when the server is back."""
+    monkeypatch.setattr("wirecall.gateway.upstream.ATTEMPTS", 1000)
+    monkeypatch.setattr("wirecall.gateway.upstream.ATTEMPT_PAUSE", 0.02)
+    async with faulty(tmp_path) as (bench, server, session):
+        await server.go_away()
+        calls = [asyncio.create_task(called(bench, session, tool, "done")) for tool in BOTH]
+        upstream = bench.gateway.upstreams["faulty"]
+        await until(lambda: upstream.is_cut)
+        await server.begin()
+        answers = await asyncio.gather(*calls)
+        assert all("result" in answer for answer in answers)
+        assert sorted(server.calls) == sorted(BOTH)
+
+
+async def test_gateway_is_not_ready_without_an_upstream_that_is_required(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G9: and it is ready when that is back, although no call comes."""
+    monkeypatch.setattr("wirecall.gateway.upstream.ATTEMPT_PAUSE", 0.0)
+    monkeypatch.setattr("wirecall.gateway.gateway.BACK_AFTER", 0.01)
+    async with faulty(tmp_path, required=True) as (bench, server, session):
+
+        async def ready() -> tuple[int, str]:
+            async with aiohttp.ClientSession() as http, http.get(f"{bench.url}/readyz") as answer:
+                return answer.status, await answer.text()
+
+        assert (await ready())[0] == 200
+        await server.go_away()
+        assert "error" in await called(bench, session, "look", "done")
+        status, text = await ready()
+        assert status == 503 and "the upstream faulty is down" in text
+        await server.begin()
+        await until(lambda: bench.gateway.upstreams["faulty"].is_up)
+        assert (await ready())[0] == 200
 
 
 async def test_call_beyond_the_queue_does_not_run(

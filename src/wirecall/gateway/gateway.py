@@ -601,9 +601,13 @@ class Gateway(App):
         )
 
     async def _required(self) -> str | None:
-        """Return which upstream that is required is down, or None."""
+        """Return which upstream that is required is down, or None.
+
+        It is tried again: while the gateway is not ready, no call may come that would do so.
+        """
         for name, stated in self._stated.items():
             if stated.required and not self.upstreams[name].is_up:
+                self.await_back(name, "tools")
                 return f"the upstream {name} is down"
         return None
 

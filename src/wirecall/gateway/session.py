@@ -185,16 +185,39 @@ class UpstreamSession:
     # --- requests ---------------------------------------------------------------------------------
 
     async def ready(self) -> None:
-        """Make the link, and greet the server if it was greeted before."""
+        """Make the link, and greet the server if it was greeted before.
+
+        A request over HTTP makes its own connection. After one that could not be sent, the server
+        must answer a question first: a command must not try whether it is back.
+        """
         if self._line is not None:
-            if self._line.is_ready:
-                return
-        elif not self._has_pool:
+            if not self._line.is_ready:
+                await self.upstream.reach(self.link.ready, is_greeted=not self._is_opening)
+            return
+        if not self._has_pool:
             self._has_pool = True
             await self.link.open()
-        elif self.upstream.is_up:
-            return  # a request over HTTP makes its own connection
-        await self.upstream.reach(self.link, is_greeted=not self._is_opening)
+        if self.upstream.is_up:
+            return
+        if self.upstream.is_cut:
+            await self.upstream.reach(self._knock)
+        else:
+            self.upstream.check()
+
+    async def _knock(self) -> None:
+        """Ask a server over HTTP for a sign of life. Raises `NotSent` if it cannot be reached."""
+        try:
+            await self._ask("ping", UNSET)
+        except NotSent:
+            raise
+        except (RpcError, CallFailed):
+            return  # it is there, and may not know `ping`
+
+    async def ready_again(self) -> None:
+        """Make another link: nothing of a request could be sent over the one before."""
+        if self._line is None:
+            self.upstream.cut()
+        await self.ready()
 
     async def ask(
         self,
@@ -206,13 +229,13 @@ class UpstreamSession:
     ) -> Raw:
         """Send a request, and return its result.
 
-        A server that ended before anything was sent to it is started again, once. Raises an
-        `RpcError` that the server has sent, or a `CallFailed`.
+        A server that ended before anything was sent to it is started again, once, or tried again
+        over HTTP. Raises an `RpcError` that the server has sent, or a `CallFailed`.
         """
         try:
             return await self._ask(method, params, report, on_sent)
         except NotSent:
-            await self.ready()
+            await self.ready_again()
             return await self._ask(method, params, report, on_sent)
 
     async def _ask(
@@ -247,6 +270,8 @@ class UpstreamSession:
         finally:
             self._waiting.pop(sent.id, None)
             self._note_use()
+        if self._line is None and not self.upstream.is_up:
+            self.upstream.rose()
         if self._changes is not None and self._changes.is_over:
             self._changes.begin(self.wishes.subscriptions)
         if entry.error is not None:
@@ -360,6 +385,15 @@ class UpstreamSession:
 
     async def _initialized(self, params: Raw | UnsetType) -> Raw:
         try:
+            return await self._greeted(params)
+        except NotSent:
+            if self._line is not None:
+                raise  # `ready` has started the process several times
+            await self.ready_again()
+            return await self._greeted(params)
+
+    async def _greeted(self, params: Raw | UnsetType) -> Raw:
+        try:
             return await self._introduce(params)
         except (Refused, RpcError) as refusal:
             return await self._introduce_older(params, refusal)
@@ -464,7 +498,7 @@ class UpstreamSession:
         self.link.revision = STATELESS[-1]
         try:
             async with asyncio.timeout(patience):
-                found = await self._ask(DISCOVER, translate.envelope())
+                found = await self.ask(DISCOVER, translate.envelope())
             if not is_newest(found):
                 raise BadAnswer(f"what answers {DISCOVER} is not its result")
             return found

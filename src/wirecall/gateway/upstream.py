@@ -15,7 +15,7 @@ import asyncio
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from hashlib import sha256
@@ -357,6 +357,8 @@ class Upstream:
         # Since when it has answered or failed, by the system's clock.
         self.since = time.time()
         self.is_up = False
+        # A request over HTTP could not be sent, and nothing was answered since.
+        self.is_cut = False
         # The ids of the extensions that it has declared.
         self.extensions: frozenset[str] = frozenset()
         # The names of its tools that clients do not get.
@@ -397,20 +399,26 @@ class Upstream:
         )
         return PacedChild(child, self.starts, self.children)
 
-    async def reach(self, link: McpLink, *, is_greeted: bool = True) -> None:
+    def check(self) -> None:
+        """Raise `UpstreamUnavailable` if no link may be tried now."""
+        if self.breaker.is_open:
+            raise self.unavailable(f"it was not tried again yet: {self.breaker.reason}")
+
+    async def reach(
+        self, make: Callable[[], Awaitable[object]], *, is_greeted: bool = True
+    ) -> None:
         """Make a link, with further attempts; raise `UpstreamUnavailable` if that fails.
 
         If its server is not greeted yet, `rose` or `fell` must follow.
         """
-        if self.breaker.is_open:
-            raise self.unavailable(f"it was not tried again yet: {self.breaker.reason}")
+        self.check()
         deadline = self.clock.time() + LINK_TIME
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 async with asyncio.timeout(START_TIME):
-                    await link.ready()
+                    await make()
                 if is_greeted:
-                    self._note(is_up=True)
+                    self.rose()
                 return
             except (CallFailed, TimeoutError) as error:
                 reason = str(error) or f"it did not answer within {START_TIME:g} s"
@@ -431,8 +439,14 @@ class Upstream:
             self.since = time.time()
 
     def rose(self) -> None:
-        """Note that a conversation was made."""
+        """Note that a link was made, or that a request over HTTP was answered."""
+        self.is_cut = False
         self._note(is_up=True)
+
+    def cut(self) -> None:
+        """Note that a request over HTTP could not be sent: the next one needs a link first."""
+        self.is_cut = True
+        self._note(is_up=False)
 
     def fell(self, reason: str) -> None:
         """Note that a link was made, and no conversation."""
