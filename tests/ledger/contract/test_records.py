@@ -284,11 +284,12 @@ async def test_records_are_listed_by_method_caller_state_and_time(
         for method in ("y", "tools/call:x")
         for key in ("3", "1", "2")
     ]
+    day = 86_400.0
     for number, id in enumerate(ids):
-        record = await granted(ledger, id)
+        record = await granted(ledger, id, lease=day)
         if number % 2:
-            assert await ledger.complete(record.token, outcome_of(), RETENTION)
-        store.age(id, 0.5 * number)
+            assert await ledger.complete(record.token, outcome_of(), day)
+        store.age(id, 100 * number)
     begun = {record.id: record.started_at for record in await ledger.list()}
     assert [*begun] == ids
     filters = [
