@@ -691,6 +691,7 @@ class DependencyUnknown(DependencyFailed):
 class ReferenceNotFound(DependencyFailed):
     """The pointer of a reference finds nothing in the result of its target."""
 
+    MESSAGE = "A reference finds nothing"
     TYPE = "reference_not_found"
 
 

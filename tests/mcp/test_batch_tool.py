@@ -419,6 +419,7 @@ async def test_batch_tool_answer_stays_within_bytes_out() -> None:
 GOOD = entry("receipt", {"order": 1}, "good")
 FAULTS: dict[str, tuple[list[dict[str, Any]], str, str]] = {
     "an unknown tool": ([entry("recept", {}, "x")], "", "did you mean 'receipt'"),
+    "a tool that resembles none": ([entry("ship", {}, "x")], "", "it calls 'find_order', "),
     "a reference to a later entry": (
         [entry("receipt", {"order": ref("good")}, "x"), GOOD],
         "reference_invalid",
@@ -448,12 +449,12 @@ FAULTS: dict[str, tuple[list[dict[str, Any]], str, str]] = {
             entry("receipt", {"order": ref("a", "/none")}, "x"),
         ],
         "reference_not_found",
-        "/none",
+        "nothing is at '/none': the result is an object with ",
     ),
     "a reference into an error": (
         [entry("receipt", {}, "a"), entry("receipt", {"order": ref("a")}, "x")],
         "dependency_failed",
-        "failed",
+        "nothing of this one ran; data.id names the entry that failed first",
     ),
     "a malformed reference": (
         [entry("receipt", {"order": {"$ref": 5}}, "x")],
@@ -630,7 +631,9 @@ async def test_batch_tool_calls_only_its_tools() -> None:
     done = shop(app)
     async with over_http(app, R5) as client:
         found = await run(client, entry("charge", {"order": 1, "cents": 2}, "a"), GOOD)
-    assert found["a"]["error"]["message"].endswith("this batch cannot call a tool 'charge'")
+    message = found["a"]["error"]["message"]
+    assert "this batch cannot call a tool 'charge'; it calls 'find_order'" in message
+    assert "'charge'" not in message.partition("it calls")[2]
     assert done == []
 
 

@@ -169,6 +169,38 @@ def test_fill_keeps_digits_of_numbers() -> None:
     assert filled == b'{"a":%b}' % result
 
 
+@pytest.mark.parametrize(
+    ("result", "pointer", "words"),
+    [
+        ({"orders": [{"id": 7}]}, "/orders/1/id", "'/orders' is an array, and its length is 1"),
+        ({"orders": [{"id": 7}]}, "/orders/0/sum", "'/orders/0' is an object with 'id'"),
+        ({"orders": [{"id": 7}]}, "/orders/*/sum", "an item of '/orders' does not have it"),
+        ([{"id": 7}], "/*/sum", "an item of the result does not have it"),
+        ({}, "/orders", "the result is an object without members"),
+        ("R-7", "/receipt", "the result is a string"),
+        ({"a": None}, "/a/b", "'/a' is null"),
+        ({"a": True}, "/a/b", "'/a' is true"),
+        ({"a": 5}, "/a/b", "'/a' is a number"),
+        (dict.fromkeys("abcdefghijkl", 1), "/z", "'i', 'j', ..."),
+    ],
+)
+def test_fill_says_how_far_a_pointer_leads(result: Any, pointer: str, words: str) -> None:
+    """R6: the error names what is there."""
+    path = read_pointer(pointer, "path")
+    with pytest.raises(ReferenceNotFound) as refusal:
+        fill(b"{}", [Reference(("a",), 1, path)], [json.dumps(result).encode()])
+    assert refusal.value.message == "A reference finds nothing"
+    reason = refusal.value.data["reason"]
+    assert reason.startswith(f"nothing is at {pointer!r}: ")
+    assert reason.endswith(words)
+
+
+def test_fill_describes_a_number_that_python_does_not_read() -> None:
+    """R6: a number may have more digits than Python reads."""
+    with pytest.raises(ReferenceNotFound, match="'/a' is a number"):
+        fill(b"{}", [Reference(("b",), 1, ("a", "b"))], [b'{"a":%b}' % (b"9" * 5000)])
+
+
 # --- the two notations ----------------------------------------------------------------------------
 
 

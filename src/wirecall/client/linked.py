@@ -502,6 +502,4 @@ def _caused(target: AnyEntry, error: WirecallError) -> RpcError:
             id=target.id,
             code=OutcomeUnknown.CODE,
         )
-    return DependencyFailed(
-        f"an entry that this one needs has failed: {error}", ran="no", id=target.id, code=None
-    )
+    return DependencyFailed(str(error), ran="no", id=target.id, code=None)

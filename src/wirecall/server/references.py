@@ -39,6 +39,9 @@ REF = "$ref"
 LITERAL = "$literal"
 EVERY = "*"
 
+# Members of an object that an error names.
+NAMED = 10
+
 
 class ReferenceLimits(Struct, frozen=True, kw_only=True):
     """The limits of references (R4). An entry beyond one of them does not start."""
@@ -403,7 +406,10 @@ def blocked(id: Id, error: RpcError) -> RpcError:
             code=code,
         )
     return DependencyFailed(
-        "an entry that this one needs has failed", ran="no", id=cause, code=code
+        "nothing of this one ran; data.id names the entry that failed first",
+        ran="no",
+        id=cause,
+        code=code,
     )
 
 
@@ -436,7 +442,7 @@ def fill(
         if value is None:
             path = _short(write_pointer(reference.path))
             raise ReferenceNotFound(
-                f"the result of the entry that is referred to has nothing at {path!r}",
+                f"nothing is at {path!r}: {_last_found(Raw(result), reference.path)}",
                 ran="no",
                 id=reference.target,
                 path=path,
@@ -458,6 +464,38 @@ def find(result: bytes, path: Tokens, limits: ReferenceLimits = LIMITS) -> bytes
     if value is None:
         return None
     return bytes(value)
+
+
+def _last_found(value: Raw, path: Tokens) -> str:
+    """Describe the last value that a path finds in a result, for an error."""
+    for index, token in enumerate(path):
+        where = "the result"
+        if index:
+            where = repr(_short(write_pointer(path[:index])))
+        if token == EVERY and bytes(value).startswith(b"["):
+            return f"an item of {where} does not have it"
+        inner = _step(value, token)
+        if inner is None:
+            return f"{where} is {_shape(value)}"
+        value = inner
+    raise AssertionError("the path finds something")
+
+
+def _shape(value: Raw) -> str:
+    """Describe a value by its members or its number of items."""
+    if bytes(value).startswith(b"["):
+        return f"an array, and its length is {len(_items(value))}"
+    if bytes(value)[:1] in b"-0123456789":  # perhaps too long for Python
+        return "a number"
+    if not bytes(value).startswith(b"{"):
+        return kind_of(msgspec.json.decode(value))
+    members = list(_members(value))
+    if not members:
+        return "an object without members"
+    names = ", ".join(repr(_short(name)) for name in members[:NAMED])
+    if len(members) > NAMED:
+        names += ", ..."
+    return f"an object with {names}"
 
 
 class _Visited(Struct):

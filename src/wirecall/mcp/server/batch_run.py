@@ -76,6 +76,7 @@ from wirecall.server.method import Method
 from wirecall.server.policy import check_key, fingerprint, identify
 from wirecall.server.references import (
     LIMITS,
+    NAMED,
     NO_LINKS,
     Links,
     Planned,
@@ -337,9 +338,15 @@ class BatchRun:
             )
         # Lists may hide a tool with scopes from the caller.
         known = self._calls.public_tools()
-        near = suggested(name, (tool.tool_name for tool in known if self._tool.calls(tool)))
+        names = [tool.tool_name for tool in known if self._tool.calls(tool)]
+        near = suggested(name, names)
         reason = f"this batch cannot call a tool {name[:100]!r}"
         if near is None:
+            offered = ", ".join(map(repr, names[:NAMED]))
+            if len(names) > NAMED:
+                offered += ", ..."
+            if offered:
+                reason = f"{reason}; it calls {offered}"
             return InvalidParams(reason, ran="no")
         return InvalidParams(f"{reason}; did you mean {near!r}?", did_you_mean=near, ran="no")
 
