@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from msgspec import Raw, structs
+from msgspec import Raw
 
 from wirecall.app import GRACE, App
 from wirecall.client.delivery import Clock
@@ -35,7 +35,7 @@ from wirecall.gateway.fronts import (
     wants_level,
 )
 from wirecall.gateway.offers import NAMED
-from wirecall.gateway.origins import origin_of
+from wirecall.gateway.origins import unread_origin
 from wirecall.gateway.relay import Send
 from wirecall.gateway.session import START_TIME, UpstreamSession, Wishes
 from wirecall.gateway.settings import GatewaySettings, UpstreamSettings
@@ -673,12 +673,7 @@ class Gateway(App):
 def _origins_of(settings: GatewaySettings) -> dict[str, Origin]:
     """Return how each upstream of the settings is reached."""
     references = settings.references()
-    return {
-        each.name: structs.replace(
-            origin_of(each, references), digest=each.digest, allows=each.allows
-        )
-        for each in settings.upstreams
-    }
+    return {each.name: unread_origin(each, references) for each in settings.upstreams}
 
 
 def _has_failed(opening: "asyncio.Task[UpstreamSession]") -> bool:
