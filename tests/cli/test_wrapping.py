@@ -6,12 +6,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from tests.cli import PATIENCE, invoke
 from tests.client.peers import served
 from wirecall import App, Context, connect
-from wirecall.gateway.wraps import PlainServer, is_wrapped, unwrapped, wrapped
+from wirecall.cli.wrap import wrap_command
+from wirecall.gateway.wraps import VALUED, PlainServer, is_wrapped, unwrapped, wrapped
 
 CANARY = "canary-4711"
 WRAP = ["-m", "wirecall", "wrap", "--name"]
@@ -459,6 +461,25 @@ def test_permissions_of_the_file_stay() -> None:
 # --- the command line -----------------------------------------------------------------------------
 
 
+def test_unwrapped_knows_the_options_of_wrap() -> None:
+    own = [option for option in wrap_command.params if isinstance(option, click.Option)]
+    assert {option.opts[0] for option in own} == {*VALUED}
+    assert not any(option.is_flag for option in own)
+
+
+@pytest.mark.parametrize(
+    ("words", "server"),
+    [
+        ("--timeout 5m -- npx server", PlainServer(command=("npx", "server"))),
+        ("--timeout=5m https://x/mcp", PlainServer(url="https://x/mcp")),
+        ("npx -y server --name x", PlainServer(command=("npx", "-y", "server", "--name", "x"))),
+        ("--name y server", PlainServer(command=("server",))),
+    ],
+)
+def test_unwrapped_reads_what_a_user_wrote(words: str, server: PlainServer) -> None:
+    assert unwrapped(["wirecall", "wrap", *words.split()], {}) == server
+
+
 @pytest.mark.parametrize(
     "server",
     [
@@ -542,6 +563,7 @@ async def test_wrapped_address_gets_its_headers_and_its_key() -> None:
         (("env:GONE",), "env:GONE has no value."),
         (("env:HOME",), "env:HOME is not an address."),
         (("--nmae=notes", "--", "server"), "There is no option '--nmae'."),
+        (("http://x/mcp", "--trust", "none"), "An address is the last word."),
     ],
 )
 def test_wrap_refuses_headers_and_addresses_that_have_no_value(

@@ -28,6 +28,8 @@ class Faulty:
         self.end = asyncio.Event()
         # The paths of requests to other addresses.
         self.elsewhere: list[str] = []
+        # The only token that it takes. None: it takes any request.
+        self.token: str | None = None
         # The connections on which calls have come.
         self.connections: list[asyncio.BaseTransport] = []
         # The methods of all messages.
@@ -81,6 +83,8 @@ class Faulty:
     async def serve(self, request: web.Request) -> web.StreamResponse:
         if request.method != "POST":
             return web.Response(status=405)
+        if self.token not in (None, request.headers.get("Authorization", "")[len("Bearer ") :]):
+            return web.Response(status=401)
         message = await request.json()
         assert request.transport is not None
         self._open.add(request.transport)

@@ -32,7 +32,7 @@ from wirecall import App, Context
 from wirecall.errors import InvalidParams, UpstreamUnavailable
 from wirecall.gateway import UpstreamSettings, fronts
 from wirecall.gateway import gateway as gateways
-from wirecall.gateway.offers import merged, shortened
+from wirecall.gateway.offers import Place, merged, shortened
 from wirecall.mcp.revisions import NAMES
 from wirecall.server.identity import Identity
 
@@ -608,6 +608,22 @@ def test_merged_definitions_lose_hidden_characters() -> None:
     hidden = Raw(json.dumps({"name": "t", "description": "a\u200bb\u202ec\x07d"}).encode())
     [entry] = merged("tools", {"a": [hidden]}).entries
     assert json.loads(bytes(entry))["description"] == "abcd"
+
+
+@pytest.mark.parametrize("sign", ["\u200b", "\u061c", "\u180e", "\x07", "\U000e0041", "\U000e0101"])
+def test_merged_names_lose_hidden_characters(sign: str) -> None:
+    """Section 8: a name that looks like that of another server is not its name."""
+    theirs = f"pa{sign}y"
+    lists = {
+        "a": [Raw(b'{"name": "pay"}')],
+        "b": [Raw(json.dumps({"name": theirs}).encode()), Raw(b'{"name": "other"}')],
+    }
+    table = merged("tools", lists)
+    assert [*table.places] == ["a__pay", "b__pay", "other"]
+    assert [json.loads(bytes(each))["name"] for each in table.entries] == [*table.places]
+    assert table.find("b__pay") == Place("b", theirs)
+    alone = merged("tools", {"b": lists["b"]})
+    assert alone.find("pay") == Place("b", theirs)
 
 
 # --- the command line -----------------------------------------------------------------------------

@@ -158,10 +158,10 @@ async def test_session_that_is_being_opened_is_not_ended_for_another(
     monkeypatch.setattr(gateway, "MOST_SESSIONS", 1)
     opens = owned.gateway._opened
     go = asyncio.Event()
-    began: list[object] = []
+    began: list[str] = []
 
     async def slowly(*place: Any) -> UpstreamSession:
-        began.append(place)
+        began.append(place[0].name)
         await go.wait()
         return await opens(*place)
 
@@ -169,7 +169,10 @@ async def test_session_that_is_being_opened_is_not_ended_for_another(
     monkeypatch.setattr(owned.gateway, "_opened", slowly)
     look = message_of("tools/call", {"name": "bank__look"}, 2)
     calls = [asyncio.create_task(owned.post("/mcp", look, session)) for session in sessions]
-    await until(lambda: len(began) >= 3)
+    await until(lambda: began)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert len({*began}) == len(began), "the others wait for it"
     go.set()
     for answer, _ in await asyncio.gather(*calls):
         assert "result" in answer

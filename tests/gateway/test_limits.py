@@ -105,7 +105,7 @@ async def test_gateway_in_front_of_a_server_that_is_mute_says_what_it_printed(
 
 
 async def test_process_that_does_not_answer_is_not_up(tmp_path: Path) -> None:
-    """Bad input: a process that runs is no server yet."""
+    """Bad input: a process that runs does not serve yet."""
     bad = UpstreamSettings("bad", command=["/bin/sh", "-c", "cat >/dev/null"])
     async with Bench(tmp_path, names=("bank",), more=[bad]).serving() as bench:
         upstream = bench.gateway.upstreams["bad"]
@@ -159,6 +159,51 @@ async def test_server_that_does_not_list_its_tools_has_commands_only(
         answer, _ = await bench.post("/mcp/odd", message_of("tools/call", params, 2), session)
         assert answer["result"]["content"] == []
         assert bench.gateway.upstreams["odd"].use_of("x") == "once"
+
+
+async def test_reference_without_a_value_is_a_fault_of_one_upstream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G11: the others are served; it is served as soon as there is a value, without a restart."""
+    monkeypatch.setattr("wirecall.gateway.upstream.ATTEMPT_PAUSE", 0.0)
+    monkeypatch.delenv("TOKEN_OF_TEST", raising=False)
+    own = {"bank": {"env": {"TOKEN": "env:TOKEN_OF_TEST"}}}
+    remote = UpstreamSettings("remote", url="env:TOKEN_OF_TEST")
+    async with Bench(tmp_path, own=own, more=[remote]).serving() as bench:
+        hello = message_of("initialize", introduction(), 1)
+        for name in ("bank", "remote"):
+            answer, _ = await bench.post(f"/mcp/{name}", hello)
+            error = answer["error"]
+            assert (error["code"], error["data"]["ran"]) == (50210, "no")
+            assert f"{name}: env:TOKEN_OF_TEST has no value" in error["message"]
+            assert "fix: export TOKEN_OF_TEST=... where the server starts" in error["message"]
+        answer, _ = await bench.post("/mcp/shop", hello)
+        assert answer["result"]["serverInfo"]["name"] == "counter"
+        findings = (await plan.planned(bench.gateway)).findings
+        assert len([each for each in findings if "TOKEN_OF_TEST has no value" in each]) == 2
+        monkeypatch.setenv("TOKEN_OF_TEST", "there")
+        answer, _ = await bench.post("/mcp/bank", hello)
+        assert answer["result"]["serverInfo"]["name"] == "counter"
+        answer, _ = await bench.post("/mcp/remote", hello)
+        assert "env:TOKEN_OF_TEST is not an address" in answer["error"]["message"]
+
+
+async def test_token_that_has_changed_is_read_again_when_the_server_refuses_the_old_one(
+    tmp_path: Path,
+) -> None:
+    """G21: without a restart, and the command that met the refusal runs once."""
+    token = tmp_path / "token"
+    token.write_text("first\n")
+    async with faulty(tmp_path, auth=f"bearer:file:{token}") as (bench, server, session):
+        server.token = "first"
+        assert "result" in await called(bench, session, "look", "")
+        server.token = "second"
+        error = (await called(bench, session, "pay", ""))["error"]
+        assert (error["code"], error["data"]["ran"]) == (50210, "no")
+        assert "401" in error["message"]
+        token.write_text("second\n")
+        assert "result" in await called(bench, session, "pay", "")
+        assert server.calls == ["look", "pay"]
 
 
 async def test_list_waits_once_for_an_upstream_that_is_mute(

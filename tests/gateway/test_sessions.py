@@ -386,6 +386,48 @@ async def test_gateway_limits_the_sessions_of_calls(tmp_path: Path) -> None:
         assert len({*shop.called}) == MOST_SESSIONS + 4
 
 
+async def test_gateway_limits_the_sessions_of_clients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Section 8: 16 sessions of one upstream; one that is unused ends, and a call may wait for it."""
+    hello = message_of("initialize", introduction(), 1)
+    async with shopped(tmp_path, share="session") as (bench, shop, clock):
+        clients = []
+        for _ in range(MOST_SESSIONS + 2):
+            _, session = await bench.post("/mcp/shop", hello)
+            clients.append(session)
+
+        async def pay(client: int, *, wait: bool = False) -> Any:
+            params = {"name": "pay", "arguments": {"to": str(client), "wait": wait}}
+            message = message_of("tools/call", params, 2)
+            return (await bench.post("/mcp/shop", message, clients[client]))[0]
+
+        *_, last, further = range(MOST_SESSIONS + 2)
+        # Each is used a second after the one before it.
+        for client in range(MOST_SESSIONS):
+            assert "result" in await pay(client)
+            clock.now += 1.0
+        assert "result" in await pay(0)
+        second = shop.called[1]
+        assert "result" in await pay(last)
+        await until(lambda: second not in shop.open)
+        assert len(shop.open) == MOST_SESSIONS and shop.called[0] in shop.open
+        # All of them are in use.
+        busy = [client for client in range(MOST_SESSIONS + 1) if client != 1]
+        before = len(shop.called)
+        paying = [asyncio.create_task(pay(client, wait=True)) for client in busy]
+        await until(lambda: len(shop.called) == before + MOST_SESSIONS)
+        with monkeypatch.context() as patch:
+            patch.setattr("wirecall.gateway.gateway.LINK_TIME", 0.01)
+            error = (await pay(further))["error"]
+        assert (error["code"], error["data"]["ran"]) == (50210, "no")
+        assert "it has 16 sessions, and all of them are in use" in error["message"]
+        waiting = asyncio.create_task(pay(further))
+        shop.go.set()
+        assert all("result" in answer for answer in await asyncio.gather(waiting, *paying))
+        assert len(shop.open) <= MOST_SESSIONS
+
+
 def test_settings_refuse_idle_for_sessions_of_one_call() -> None:
     with pytest.raises(UsageError, match="idle has no effect"):
         UpstreamSettings("shop", url="http://127.0.0.1:9/mcp", share="call", idle=1.0)

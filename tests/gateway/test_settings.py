@@ -420,7 +420,6 @@ def test_origins_have_the_values_of_the_settings() -> None:
     [
         ("login", {}, {}, True),
         ("none", {}, {}, False),
-        ("bearer:env:TOKEN", {}, {"Authorization": "Bearer t"}, False),
         ("login", {"authorization": "Basic x"}, {"authorization": "Basic x"}, False),
     ],
 )

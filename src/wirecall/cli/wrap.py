@@ -22,7 +22,10 @@ GRACE = 10.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
-@click.command("wrap", context_settings={"ignore_unknown_options": True})
+# Options after the first word are those of the server.
+@click.command(
+    "wrap", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
+)
 @click.argument(
     "words", nargs=-1, required=True, type=click.UNPROCESSED, metavar="URL | COMMAND..."
 )
@@ -77,12 +80,17 @@ def wrap_command(
     from wirecall.gateway.login import StoredLogin
     from wirecall.gateway.pipe import Wrap
     from wirecall.gateway.upstream import Origin
+    from wirecall.gateway.wraps import ADDRESSES
 
+    is_address = words[0].startswith(ADDRESSES)
+    if is_address and len(words) > 1:
+        why = f"{words[1]} is behind it, and options of wrap are before it"
+        raise CliError("An address is the last word.", why, "wirecall wrap --trust none URL")
     silence: float | Literal["off"] = "off"
     if resend_after != "off":
         silence = duration(resend_after)
     target: dict[str, Any] = {"command": words}
-    if len(words) == 1 and words[0].startswith(("http://", "https://", "env:")):
+    if is_address:
         given = _headers(headers)
         target = {"url": _address(words[0]), "headers": given}
         if not any(each.lower() == "authorization" for each in given):

@@ -31,7 +31,14 @@ from wirecall.gateway.relay import Flying, Relay, cancel
 from wirecall.gateway.rounds import Bridge, ask_client
 from wirecall.gateway.session import INITIALIZED, UnreachedSession, UpstreamSession
 from wirecall.gateway.translate import envelope
-from wirecall.gateway.wire import answer, members_of, one_line, raw_of, with_member
+from wirecall.gateway.wire import (
+    answer,
+    members_of,
+    one_line,
+    raw_of,
+    refuse_doubles,
+    with_member,
+)
 from wirecall.logs import logger
 from wirecall.mcp import headers, types
 from wirecall.mcp.revisions import STATELESS, offered
@@ -640,6 +647,8 @@ class MergedFront(Front):
         kind, member = known
         place = await self._place(kind, members.get(member), session, sender)
         upstream = self.gateway.upstreams[place.server]
+        if kind == "tools" and upstream.use_of(place.name) == "once":
+            refuse_doubles(message.params)  # before a name that occurs twice is written once
         return upstream, _with(message, member, Raw(encode(place.name)))
 
     async def _place(self, kind: str, stated: Raw | None, session: Session, sender: Sender) -> Any:

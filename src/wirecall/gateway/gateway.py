@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from msgspec import Raw, structs
+from msgspec import Raw
 
 from wirecall.app import GRACE, App
 from wirecall.client.delivery import Clock
@@ -35,12 +35,12 @@ from wirecall.gateway.fronts import (
     wants_level,
 )
 from wirecall.gateway.offers import NAMED
-from wirecall.gateway.origins import origin_of
+from wirecall.gateway.origins import unread_origin
 from wirecall.gateway.relay import Send
 from wirecall.gateway.session import START_TIME, UpstreamSession, Wishes
 from wirecall.gateway.settings import GatewaySettings, UpstreamSettings
 from wirecall.gateway.state import named_reason, probe, state_of, tool_of
-from wirecall.gateway.upstream import REAL, Origin, Places, Upstream
+from wirecall.gateway.upstream import LINK_TIME, REAL, Origin, Places, Upstream
 from wirecall.gateway.wire import request
 from wirecall.ledger.base import LedgerDown, State
 from wirecall.logs import announce, escaped
@@ -164,8 +164,10 @@ class Gateway(App):
             return conversation
         while True:
             key = (upstream.name, self._unit(upstream, caller, session))
-            opening = self._opened_once(upstream, key, session)
             try:
+                if not self._is_opened(key):
+                    await self._room(upstream)
+                opening = self._opened_once(upstream, key, session)
                 # Not the task itself: other callers wait for it.
                 await asyncio.wait([opening])
                 if opening.cancelled():
@@ -231,16 +233,19 @@ class Gateway(App):
         self, upstream: Upstream, key: tuple[str, str], session: Session
     ) -> "asyncio.Task[UpstreamSession]":
         """Return the task that opens a conversation, or has opened it."""
-        opening = self._conversations.get(key)
-        if opening is not None and not (opening.done() and _has_failed(opening)):
-            return opening
-        self._make_room(upstream)
+        if self._is_opened(key):
+            return self._conversations[key]
         opening = asyncio.create_task(self._opened(upstream, key, session))
         self._conversations[key] = opening
         idle = self.settings.idle_of(self._stated[upstream.name])
         if idle is not None:
             self.start(self._end_idle(key, opening, idle))
         return opening
+
+    def _is_opened(self, key: tuple[str, str]) -> bool:
+        """Return whether a conversation is open, or being opened."""
+        opening = self._conversations.get(key)
+        return opening is not None and not (opening.done() and _has_failed(opening))
 
     async def _end_idle(
         self, key: tuple[str, str], opening: "asyncio.Task[UpstreamSession]", idle: float
@@ -346,18 +351,42 @@ class Gateway(App):
             self._lists.pop((*key, kind), None)
         return conversation
 
-    def _make_room(self, upstream: Upstream) -> None:
-        """End the oldest conversation with an upstream that has too many."""
-        known = [key for key in self._conversations if key[0] == upstream.name]
-        for key in known[: max(0, len(known) - MOST_SESSIONS + 1)]:
-            opening = self._conversations[key]
+    async def _room(self, upstream: Upstream) -> None:
+        """Make room for another conversation with an upstream.
+
+        The one that was unused for longest ends. If all are in use, this waits for one; it raises
+        `NotSent` if that takes too long for a call.
+        """
+        deadline = asyncio.get_running_loop().time() + LINK_TIME
+        while True:
+            keys = [key for key in self._conversations if key[0] == upstream.name]
+            openings = [self._conversations[key] for key in keys if self._is_opened(key)]
+            if len(openings) < MOST_SESSIONS or self._end_unused(keys):
+                return
+            left = deadline - asyncio.get_running_loop().time()
+            waiting = [asyncio.create_task(_quiet(opening)) for opening in openings]
+            done, rest = await asyncio.wait(
+                waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in rest:
+                task.cancel()
+            if not done:
+                raise NotSent(f"it has {MOST_SESSIONS} sessions, and all of them are in use")
+
+    def _end_unused(self, keys: list[tuple[str, str]]) -> bool:
+        """End the conversation that was unused for longest; return whether there is one."""
+        unused: dict[tuple[str, str], float] = {}
+        for key in keys:
             conversation = self._open_one(key)
-            if not opening.done() or (conversation is not None and conversation.is_busy):
-                continue
-            del self._conversations[key]
-            if conversation is not None:
-                self._remember(key, conversation.wishes)
-            self.start(_closed(opening))
+            if conversation is not None and not conversation.is_busy:
+                unused[key] = conversation.unused
+        if not unused:
+            return False
+        oldest = max(unused, key=lambda key: unused[key])
+        opening = self._conversations.pop(oldest)
+        self._remember(oldest, opening.result().wishes)
+        self.start(_closed(opening))
+        return True
 
     def _notified(self, conversation: UpstreamSession, unit: str, message: Arrived) -> None:
         """Take a notification of an upstream: a change, a log message, or one for its owner."""
@@ -677,12 +706,7 @@ class Gateway(App):
 def _origins_of(settings: GatewaySettings) -> dict[str, Origin]:
     """Return how each upstream of the settings is reached."""
     references = settings.references()
-    return {
-        each.name: structs.replace(
-            origin_of(each, references), digest=each.digest, allows=each.allows
-        )
-        for each in settings.upstreams
-    }
+    return {each.name: unread_origin(each, references) for each in settings.upstreams}
 
 
 def _has_failed(opening: "asyncio.Task[UpstreamSession]") -> bool:
@@ -710,11 +734,16 @@ def _forget(known: dict[Any, Any], unit: str) -> None:
         del known[key]
 
 
-async def _closed_when_quiet(opening: "asyncio.Task[UpstreamSession]") -> None:
-    """End a conversation after the commands that run, although their callers have left."""
+async def _quiet(opening: "asyncio.Task[UpstreamSession]") -> None:
+    """Wait until a conversation is open and not in use, or could not be opened."""
     await asyncio.wait([opening])
     if not _has_failed(opening):
         await opening.result().quiet()
+
+
+async def _closed_when_quiet(opening: "asyncio.Task[UpstreamSession]") -> None:
+    """End a conversation after the commands that run, although their callers have left."""
+    await _quiet(opening)
     await _closed(opening)
 
 

@@ -6,8 +6,8 @@
    beginnings, and models take 60 to 64 characters.
 3. A URI that one server has is used as it is, and otherwise `SERVER+uri`.
 4. Names are found in a table, and never taken apart.
-5. Definitions lose control, direction and zero-width characters, with which a server could hide
-   words from a person.
+5. Definitions and names lose control, direction and zero-width characters, with which a server
+   could hide words from a person, or take the name of another tool.
 """
 
 import base64
@@ -33,10 +33,11 @@ MOST_SHOWN = 20
 # The member that names an entry of each list.
 NAMED = {"tools": "name", "prompts": "name", "resources": "uri", "resourceTemplates": "uriTemplate"}
 
-# Control characters but tab and line breaks, zero-width and bidirectional ones, and tags.
+# Control characters but tab and line breaks, zero-width and bidirectional ones, tags, and the
+# selectors of variants beyond those of usual text.
 _HIDDEN = re.compile(
-    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff"
-    "\U000e0000-\U000e007f]"
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff"
+    "\U000e0000-\U000e007f\U000e0100-\U000e01ef]"
 )
 _LITERAL = re.compile(r"[^{]*")
 
@@ -109,10 +110,11 @@ def merged(kind: str, lists: Mapping[str, Sequence[Raw]], *, prefixes: bool = Fa
             name = _name_in(entry, member)
             if name is not None and len(bytes(entry)) <= MOST_BYTES:
                 found.append((server, name, entry))
-    counts = Counter(name for _, name in {(server, name) for server, name, _ in found})
+    plain = {name: _HIDDEN.sub("", name) for _, name, _ in found}
+    counts = Counter(name for _, name in {(server, plain[name]) for server, name, _ in found})
     whole = Merged(kind, lists, left_out=max(0, len(found) - MOST))
-    for server, name, entry in found[:MOST]:
-        own = name
+    for server, theirs, entry in found[:MOST]:
+        name = own = plain[theirs]
         if member == "name":
             if prefixes or counts[name] > 1:
                 own = f"{server}__{name}"
@@ -121,10 +123,10 @@ def merged(kind: str, lists: Mapping[str, Sequence[Raw]], *, prefixes: bool = Fa
             own = f"{server}+{name}"
         if own in whole.places:
             continue
-        whole.places[own] = Place(server, name)
+        whole.places[own] = Place(server, theirs)
         if counts[name] > 1:
             whole.shared.setdefault(name, []).append(own)
-        whole.entries.append(_shown(entry, member, name, own))
+        whole.entries.append(_shown(entry, member, theirs, own))
     whole.encoded = encode(whole.entries)
     return whole
 

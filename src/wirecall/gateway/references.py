@@ -6,8 +6,8 @@
 | `file:PATH` | the first line of a file |
 | `secret:UPSTREAM.NAME` | an entry of `secrets.toml`, which only its owner can read |
 
-Any other string is its own value. A reference is read again each time that it is used, so a changed
-secret needs no restart. Errors name the reference and never its value.
+Any other string is its own value. `References` keeps no values: each use reads the one
+that there is now. Errors name the reference and never its value.
 """
 
 import os

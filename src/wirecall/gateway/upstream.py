@@ -27,7 +27,7 @@ from msgspec import Raw, Struct
 from wirecall.aio import Timeouts
 from wirecall.client.delivery import Clock, RealClock
 from wirecall.client.links import Pipe
-from wirecall.errors import CallFailed, ConnectionLost, NotSent, UpstreamUnavailable
+from wirecall.errors import CallFailed, ConnectionLost, NotSent, UpstreamUnavailable, UsageError
 from wirecall.gateway.link import RelayLineLink
 from wirecall.gateway.session import START_TIME
 from wirecall.mcp.client.links import McpHttpLink, McpLink, SsePipe
@@ -97,6 +97,8 @@ class Origin(Struct, frozen=True, kw_only=True):
     kinds: dict[str, Literal["query", "command"]] = {}
     # Tools whose rule about keys is not "auto".
     keys: dict[str, Literal["auto", "required", "off"]] = {}
+    # Returns the same with the values of its references. None: it has them.
+    read: "Callable[[], Origin] | None" = None
 
     @property
     def label(self) -> str:
@@ -337,6 +339,11 @@ decode_tools = msgspec.json.Decoder(_Tools).decode
 # --- the server -----------------------------------------------------------------------------------
 
 
+def _unread(error: NotSent) -> Pipe:
+    """Fail to make a pipe: the address of the server is not known."""
+    raise error
+
+
 class Upstream:
     """One server behind the gateway."""
 
@@ -376,9 +383,12 @@ class Upstream:
 
     def link(self) -> McpLink:
         """Return a new link to the server. Nothing is opened yet."""
-        origin = self.origin
-        if origin.command:
+        if self.origin.command:
             return RelayLineLink(self._child, MAX_BYTES)
+        try:
+            origin = self._read()
+        except NotSent as error:
+            return RelayLineLink(partial(_unread, error), MAX_BYTES)  # it fails when it is opened
         auth: Auth | None = None
         if origin.auth is not None:
             auth = origin.auth(origin.url)
@@ -388,8 +398,18 @@ class Upstream:
         older = partial(RelayLineLink, partial(SsePipe, origin.url, http), MAX_BYTES)
         return McpHttpLink(http(origin.url), older, self.clock)
 
+    def _read(self) -> Origin:
+        """Return how the server is reached now. Raises `NotSent` if a reference has no value."""
+        if self.origin.read is None:
+            return self.origin
+        try:
+            return self.origin.read()
+        except UsageError as error:
+            lines = [line.strip().removesuffix(".") for line in str(error).splitlines()]
+            raise NotSent("; ".join(lines)) from None
+
     def _child(self) -> Pipe:
-        origin = self.origin
+        origin = self._read()
         child = Child(
             origin.command,
             env=origin.env,

@@ -22,8 +22,10 @@ from wirecall.gateway.guesses import is_secret_address
 HEADER_VARIABLE = "WIRECALL_HEADER_"
 # The variable of an address with a key in it.
 URL_VARIABLE = "WIRECALL_URL"
+# The beginnings of an address in place of a command.
+ADDRESSES = ("http://", "https://", "env:")
 # The options of `wirecall wrap` that take a value.
-_VALUED = ("--name", "--ledger", "--trust", "--resend-after", "--header", "--revision")
+VALUED = ("--name", "--ledger", "--trust", "--resend-after", "--timeout", "--header")
 
 
 def plain_name(name: str) -> str:
@@ -77,7 +79,7 @@ def unwrapped(command: Sequence[str], env: Mapping[str, str]) -> PlainServer | N
         if word == "--":
             return PlainServer(command=tuple(words), env=rest) if words else None
         option, equals, value = word.partition("=")
-        if option in _VALUED and word.startswith("--"):
+        if option in VALUED and word.startswith("--"):
             if not equals:
                 value = words.pop(0) if words else ""
             if option == "--header":
@@ -85,6 +87,8 @@ def unwrapped(command: Sequence[str], env: Mapping[str, str]) -> PlainServer | N
                 variable = reference.removeprefix("env:")
                 headers[header] = rest.pop(variable, f"${{{variable}}}")
         elif not word.startswith("-"):
+            if words or not word.startswith(ADDRESSES):
+                return PlainServer(command=(word, *words), env=rest)
             url = word
             if word.startswith("env:"):
                 variable = word.removeprefix("env:")
