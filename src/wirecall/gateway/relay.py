@@ -420,14 +420,16 @@ class Relay:
             call = decode_called(_NO_ARGUMENTS if params is UNSET else params)
         except msgspec.DecodeError as error:
             raise InvalidParams(f"params: {error}", ran="no") from None
-        # Written by us: of a member that occurs twice, server and gateway see the same one.
-        flying.forward.params = raw_of(members_of(params))
+        if params is message.params:
+            # Written by us: of a member that occurs twice, server and gateway see the same one.
+            flying.forward.params = raw_of(members_of(params))
         if not self.upstream.allows(call.name):
             what = f"the tool {call.name[:100]!r} is denied here"
             if self.upstream.tools is not None:
                 what += f"; {there_are(filter(self.upstream.allows, self.upstream.tools))}"
             raise InvalidParams(what, ran="no")
-        await self._know(call.name, params)
+        if self.upstream.tools is None:
+            await self._know(call.name, params)
         if self.upstream.use_of(call.name) == "again":
             return self._read(flying.forward, await self._query(id, call, flying, sender))
         refuse_doubles(message.params)
@@ -462,9 +464,7 @@ class Relay:
         A server that does not give it has commands only.
         """
         upstream = self.upstream
-        if upstream.tools is not None or name in upstream.origin.kinds:
-            return
-        if upstream.origin.trust == "none":
+        if name in upstream.origin.kinds or upstream.origin.trust == "none":
             return
         members: dict[str, Any] = {}
         envelope = members_of(members_of(params).get(META, UNSET))

@@ -78,6 +78,14 @@ class _Uri(Struct):
     uri: str
 
 
+class _Named(Struct, rename="camel"):
+    """The members of params that headers name."""
+
+    name: Any = None
+    uri: Any = None
+    task_id: Any = None
+
+
 class _Level(Struct):
     level: str = ""
 
@@ -88,6 +96,7 @@ class _Token(Struct, rename="camel"):
 
 _decode_introduced = msgspec.json.Decoder(_Introduced).decode
 _decode_discovered = msgspec.json.Decoder(_Discovered).decode
+_decode_named = msgspec.json.Decoder(_Named).decode
 _decode_uri = msgspec.json.Decoder(_Uri).decode
 _decode_level = msgspec.json.Decoder(_Level).decode
 _decode_token = msgspec.json.Decoder(_Token).decode
@@ -147,8 +156,9 @@ class UpstreamSession:
         self._waiting: dict[int, Sent] = {}
         # The connections over HTTP are made for an event loop.
         self._has_pool = False
-        # What the server has said of itself.
+        # What the server has said of itself, as it came and decoded.
         self._introduced = Raw(b"{}")
+        self._described_by: tuple[Raw, dict[str, Any]] | None = None
         # The greeting of the client.
         self._introduction: Raw | UnsetType = UNSET
         self._is_initialized = False
@@ -256,7 +266,7 @@ class UpstreamSession:
             self._line.last_id = id
         if report is not None:
             params = with_token(params, id)
-        entry: AnyEntry = Entry(method, self._named(params), _nothing, _ENDLESS, id=id)
+        entry: AnyEntry = Entry(method, self._named(method, params), _nothing, _ENDLESS, id=id)
         exchange = Exchange(request(id, method, params), [entry], False)
         sent = self._waiting[id] = Sent(id, exchange, report)
         return sent
@@ -286,11 +296,21 @@ class UpstreamSession:
             return False
         return revision.has("http headers repeat the body")
 
-    def _named(self, params: Raw | UnsetType) -> object:
-        """Return the params for the headers that repeat them. On a pipe there are none."""
+    def _named(self, method: str, params: Raw | UnsetType) -> object:
+        """Return what headers repeat of the params. On a pipe there are none.
+
+        Arguments may be large. They are decoded only for a tool that has marked some of them.
+        """
         if params is UNSET or not self.repeats_the_body:
             return None
-        return msgspec.json.decode(params)
+        try:
+            named = _decode_named(params)
+        except msgspec.ValidationError:
+            return None
+        is_call = method == "tools/call" and isinstance(named.name, str)
+        if is_call and self.upstream.marks(named.name):
+            return msgspec.json.decode(params)
+        return {"name": named.name, "uri": named.uri, "taskId": named.task_id}
 
     async def cancel(self, sent: Sent, params: Raw | UnsetType) -> None:
         """Pass a cancellation on, with the id of this conversation."""
@@ -507,8 +527,12 @@ class UpstreamSession:
             raise
 
     def described(self) -> dict[str, Any]:
-        """Return what the server says of itself."""
-        return translate.introduced(self._introduced)
+        """Return what the server says of itself. It is decoded once: each call may need it."""
+        known = self._described_by
+        if known is None or known[0] is not self._introduced:
+            known = self._introduced, translate.introduced(self._introduced)
+            self._described_by = known
+        return known[1]
 
     async def _introduce_older(self, params: Raw | UnsetType, refusal: Refused | RpcError) -> Raw:
         """Try the transport of 2024-11-05 at the same address, or raise the refusal."""
@@ -586,7 +610,7 @@ class UpstreamSession:
         id = next(self._ids)
         if self._line is not None:
             self._line.last_id = id
-        entry: AnyEntry = Entry(method, self._named(params), _nothing, _ENDLESS, id=id)
+        entry: AnyEntry = Entry(method, self._named(method, params), _nothing, _ENDLESS, id=id)
         exchange = Exchange(request(id, method, params), [entry], False)
         exchange.is_standing = True
         await self.link.post(exchange)
