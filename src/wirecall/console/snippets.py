@@ -73,7 +73,7 @@ def snippets(served: Served, row: JsonObject, params: str | None) -> JsonObject:
 
 
 def first_call(served: Served, methods: list[JsonObject]) -> str | None:
-    """Return a call that somebody may make first: one that reads, and needs no params."""
+    """Return a call for the beginning: one that reads, and needs no params."""
     if not served.address.startswith(REACHED):
         return None
     names = (
