@@ -11,7 +11,10 @@ from wirecall.console.source import FeedEvent, NotFound, Refusal
 from wirecall.console.typed import message_of
 
 AT = 1_790_000_000.0
+ANSWER = {"text": '{"paid":5}', "kind": "result", "bytes": 10, "digest": "0088cb05" * 8}
 WORKER = "a1b2c3"
+
+FIRST_CALL = "wirecall call http://127.0.0.1:9000 stock"
 
 ORDER: dict[str, Any] = {
     "type": "object",
@@ -90,7 +93,7 @@ def record(key: str, state: str = "unknown", **facts: Any) -> dict[str, Any]:
         "can_resolve": state == "unknown",
         "why_not": None if state == "unknown" else "The outcome is known.",
         "params": '{"order": "7", "cents": 12345678901234567890}',
-        "answer": None,
+        "answer": None if state != "done" else ANSWER,
         "after": {
             "happened": "Retries get the result that you give.",
             "not_happened": "The next call with this key runs.",
@@ -236,6 +239,7 @@ class ScriptedSource:
             ][: len(self.rows)],
             "ledger": {"running": 1, "waiting": 0, "done": 10, "unknown": len(unknown)},
             "ledger_error": None,
+            "first_call": FIRST_CALL,
             "totals": {
                 "calls": len(self.rows),
                 "errors": 0,
@@ -255,6 +259,7 @@ class ScriptedSource:
             "total": len(self.rows),
             "lost": 0,
             "filter": filter,
+            "first_call": FIRST_CALL,
         }
 
     async def call(self, id: str) -> Any:
@@ -437,8 +442,8 @@ class ScriptedSource:
         self._watchers.add(queue)
         self.watched.set()
         try:
-            if self.servers:
-                yield FeedEvent("numbers", {"is_gateway": True, "unknown": 0})
+            unknown = sum(each["state"] == "unknown" for each in self.records.values())
+            yield FeedEvent("numbers", {"is_gateway": bool(self.servers), "unknown": unknown})
             if after is not None:
                 epoch, _, number = after.rpartition("-")
                 missed = [each for each in self.rows if each["n"] > int(number)]

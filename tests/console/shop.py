@@ -8,7 +8,15 @@ BATCH = "a1b2c3-B4"
 # Every page.
 PAGES = [
     *("/", "/calls", "/calls/a1b2c3-3", f"/batches/{BATCH}", f"/batches/{BATCH}?view=table"),
-    *("/ledger", "/ledger/RECORD", "/methods", "/methods/charge/try", "/audit", "/settings"),
+    *(
+        "/ledger",
+        "/ledger/RECORD",
+        "/ledger/DONE",
+        "/methods",
+        "/methods/charge/try",
+        "/audit",
+        "/settings",
+    ),
     *("/upstreams", "/upstreams/github", "/upstreams/calendar"),
 ]
 
@@ -180,7 +188,8 @@ def servers() -> dict[str, dict[str, Any]]:
 def address(source: ScriptedSource, page: str) -> str:
     """Return the address of a page. For those of a gateway, the source becomes one."""
     source.servers = servers() if page.startswith("/upstreams") else {}
-    return page.replace("RECORD", first_record(source))
+    done = next(id for id, each in source.records.items() if each["state"] == "done")
+    return page.replace("RECORD", first_record(source)).replace("DONE", done)
 
 
 def first_record(source: ScriptedSource) -> str:

@@ -9,7 +9,7 @@ from urllib.parse import unquote
 import pytest
 
 from tests.console.browser import PATIENCE, Console, Looker, until
-from tests.console.scripted import AT, ScriptedSource, row
+from tests.console.scripted import AT, FIRST_CALL, ScriptedSource, row
 from tests.console.shop import BATCH, CRITICAL, ENTRIES, PAGES, address, first_record, servers
 from wirecall.console.typed import message_of
 
@@ -522,6 +522,42 @@ def test_page_call_shows_its_log_and_its_repetitions(looker: Looker, console: Co
     page.get_by_text("No log record of this call is kept").wait_for()
 
 
+def test_page_call_shows_an_error_as_it_is(
+    looker: Looker, console: Console, source: ScriptedSource
+) -> None:
+    error = "402 not enough  money: [1,2"
+    source.bodies["a1b2c3-10"] = {"params": '{"a":1}', "result": error, "cut": False}
+    page = looker.open(console, "/calls/a1b2c3-10")
+    assert page.get_by_label("Answer").text_content() == error
+    assert page.get_by_label("Params").text_content() == '{\n  "a": 1\n}'
+
+
+def test_page_calls_has_a_column_for_each_fact(
+    looker: Looker, console: Console, source: ScriptedSource
+) -> None:
+    page = looker.open(console, "/calls", viewport={"width": 1400, "height": 800})
+    page.locator("table.calls tbody tr").nth(3).wait_for()
+    facts = {"ran": "unknown", "revision": "2026-07-28", "transport": "mcp", "upstream": "bank"}
+    console.call(lambda: source.push(row(950, method="one", **facts), row(951, method="two")))
+    page.get_by_role("link", name="two").wait_for()
+    heads = page.locator("table.calls th").all_inner_texts()
+
+    def cells(method: str) -> dict[str, str]:
+        line = page.locator("tr[aria-rowindex]", has=page.get_by_role("link", name=method))
+        return dict(zip(heads, line.locator("td").all_inner_texts(), strict=True))
+
+    one = cells("one")
+    assert (one["Ran"], one["Revision"]) == ("? unknown", "2026-07-28")
+    two = cells("two")
+    assert (two["Ran"], two["Revision"]) == ("yes", "JSON-RPC")
+    assert "Upstream" not in heads
+    source.servers = servers()
+    page.reload()
+    page.get_by_role("columnheader", name="Upstream").wait_for()
+    heads = page.locator("table.calls th").all_inner_texts()
+    assert cells("one")["Upstream"] == "bank"
+
+
 def test_page_upstreams_leads_to_the_one_that_is_down(
     looker: Looker, console: Console, source: ScriptedSource
 ) -> None:
@@ -584,6 +620,8 @@ def test_page_empty_states_teach(looker: Looker) -> None:
         for path, words in EMPTY.items():
             page.goto(console.url + path)
             page.get_by_role("heading", name=words).wait_for()
+            if words.startswith("Nothing has been called"):
+                page.get_by_text(FIRST_CALL, exact=True).wait_for()
 
 
 def test_page_that_is_not_there(looker: Looker, console: Console) -> None:
@@ -659,8 +697,15 @@ def test_page_on_a_telephone_shows_what_matters_first(
     person = page.locator("section.person").bounding_box()
     assert person is not None
     assert person["y"] + person["height"] < 500
-    # No link of the navigation is cut off.
-    until(page, "(nav => nav.scrollWidth <= nav.clientWidth)(document.querySelector('nav'))")
+    # No link of the navigation is cut off or on a second line, also those of a gateway.
+    page.get_by_role("link", name="Ledger 2 unknown").wait_for()
+    for name in ("Methods", "Upstreams"):
+        page.get_by_role("navigation").get_by_role("link", name=name).wait_for()
+        until(page, "(nav => nav.scrollWidth <= nav.clientWidth)(document.querySelector('nav'))")
+        heights = page.locator("nav a").evaluate_all("links => links.map(it => it.offsetHeight)")
+        assert max(heights) < 40
+        source.servers = servers()
+        page.reload()
     page.goto(console.url + address(source, "/ledger/RECORD"))
     page.get_by_text("○ absent → ► running → ? unknown").wait_for()
     assert page.locator("svg.states").is_hidden()

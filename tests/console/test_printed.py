@@ -167,3 +167,20 @@ def test_console_notes_actions_in_the_trail_that_the_app_names(
     assert browser.ask("POST", "/methods/price/try", body)[0] == 200
     assert read(browser, "/audit.json?filter=try")["lines"][0]["method"] == "price"
     assert verify(running.folder / "audit.jsonl").ok
+
+
+def test_console_names_a_first_call_that_works(tmp_path: Path) -> None:
+    (tmp_path / "shop.py").write_text(
+        f"{APP}\n\n@app.query\ndef stock(sku: str = 'tea') -> int:\n    return 12\n"
+    )
+    words = ["--http", f"127.0.0.1:{free_port()}", "--console", "--console-port", "0"]
+    with Running(tmp_path, "serve", "shop.py", *words) as running:
+        link = running.wait_for(r"Console: (\S+)")
+        browser = Browser(link.partition("/#")[0])
+        browser.sign_in(link)
+        line = read(browser, "/now.json")["first_call"]
+        assert line == read(browser, "/calls.json")["first_call"]
+        assert pasted(line, tmp_path).strip() == "12"
+        page = read(browser, "/calls.json")
+        assert page["rows"][0]["method"] == "stock"
+        assert page["first_call"] is None

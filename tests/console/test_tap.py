@@ -15,6 +15,7 @@ from wirecall import App
 from wirecall.console.ring import SIZE, Ring, Totals, quantile
 from wirecall.console.rows import Seen, critical_path, phases_of, seen_of
 from wirecall.console.tap import BODIES, LONGEST_BODY, Tap
+from wirecall.errors import DependencyFailed, InvalidRequest, ReferenceInvalid
 from wirecall.server.call import Mark, Passed
 from wirecall.server.tapped import More
 
@@ -128,6 +129,22 @@ async def test_tap_knows_the_references_of_a_batch(shop: tuple[App, Tap]) -> Non
     assert waits[2] == (1,)
     if "result" in answers[1]:
         assert waits[1] == (0,)
+
+
+async def test_tap_names_the_method_of_an_entry_whose_references_are_refused(
+    shop: tuple[App, Tap],
+) -> None:
+    app, tap = shop
+    wrong: dict[str, Any] = {**call(1, "charge", idempotency_key="r"), "refs": {"cents": "x"}}
+    await send(app, wrong, {**call(2, "price", sku="a"), "after": [1]}, call(3, "look", sku="a"))
+    await send(app, {**call(4, "price", sku="a"), "after": [1]})
+    rows = {row["rpc_id"]: (row["method"], row["kind"], row["code"]) for row in rows_of(tap)}
+    assert rows == {
+        "1": ("charge", "command", ReferenceInvalid.CODE),
+        "2": ("price", "query", DependencyFailed.CODE),
+        "3": ("look", "query", None),
+        "4": ("price", "query", InvalidRequest.CODE),
+    }
 
 
 async def test_tap_phases_follow_each_other(shop: tuple[App, Tap]) -> None:

@@ -6,6 +6,7 @@ that has ended keeps its rows, which are marked as gone.
 """
 
 import asyncio
+import shlex
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -27,7 +28,7 @@ from wirecall.console.rows import (
     phases_of,
     seen_of,
 )
-from wirecall.console.snippets import snippets
+from wirecall.console.snippets import first_call, snippets
 from wirecall.console.source import FeedEvent, NotFound, Refusal
 from wirecall.console.trail import Trail
 from wirecall.console.typed import message_of
@@ -208,7 +209,17 @@ class Collector:
             "errors": self.kept.errors(),
             "ledger": counts,
             "ledger_error": ledger_error,
+            "first_call": await self._first_call(),
         }
+
+    async def _first_call(self) -> str | None:
+        """Return a command line for the first call; None if there are calls, or it is a gateway."""
+        if self.kept.last or self.workers.is_gateway:
+            return None
+        try:
+            return first_call(self.served, (await self.workers.ask("methods"))["methods"])
+        except Refusal:
+            return None
 
     def _live(self, methods: dict[str, MethodTotals]) -> JsonObject:
         """Return the numbers that change every second."""
@@ -273,7 +284,8 @@ class Collector:
         """Return the newest calls that fit a filter."""
         read_filter(filter)  # it refuses a wrong one before the workers are asked
         await self._read_rows()
-        return self.kept.page(filter, limit=limit, before=before)
+        page = self.kept.page(filter, limit=limit, before=before)
+        return {**page, "first_call": await self._first_call()}
 
     async def call(self, id: str) -> JsonObject:
         """Return everything about one call."""
@@ -477,7 +489,11 @@ class Collector:
         self, filter: str = "", *, limit: int = 100, before: int | None = None
     ) -> JsonObject:
         """Return the newest lines of the audit trail that contain every word of the filter."""
-        return await self._trail.page(filter, limit=limit, before=before)
+        page = await self._trail.page(filter, limit=limit, before=before)
+        if page["path"] is None and not self.workers.is_gateway:
+            words = ["wirecall", "serve", self.served.target, "--audit", "file:audit.jsonl"]
+            page["start"] = shlex.join(words)
+        return page
 
     def export_audit(self, filter: str = "") -> AsyncIterator[bytes]:
         """Yield the whole trail, or its lines with every word of a filter."""

@@ -72,6 +72,18 @@ def snippets(served: Served, row: JsonObject, params: str | None) -> JsonObject:
     return found
 
 
+def first_call(served: Served, methods: list[JsonObject]) -> str | None:
+    """Return a call for the beginning: one that reads, and needs no params."""
+    if not served.address.startswith(REACHED):
+        return None
+    names = (
+        str(each["name"])
+        for each in methods
+        if each["rpc"] and each["kind"] == "query" and not each["params"].get("required")
+    )
+    return shlex.join(["wirecall", "call", served.address, next(names, "rpc.discover")])
+
+
 def _command_line(
     address: str, name: str, params: str | None, value: JsonObject, key: Any, path: str
 ) -> str:

@@ -115,6 +115,8 @@ class Invalid(Struct, frozen=True):
     entries: "Sequence[Message | Invalid | Raw]" = ()
     # The entry, if it is invalid only where references are off.
     linked: Linked | None = None
+    # Its method, if it is a request whose references are refused.
+    method: str | None = None
 
 
 @final
@@ -300,6 +302,7 @@ def _salvage(raw: Raw, strict: bool) -> Message | Invalid:
         ReferencesOff("this server does not allow refs and after: send the calls one by one"),
         id,
         linked=Linked(request, members.get("refs", UNSET), members.get("after", UNSET)),
+        method=request.method,
     )
 
 
@@ -309,6 +312,7 @@ def _alone(message: Message | Invalid) -> Message | Invalid:
         return Invalid(
             ReferencesOff("refs and after refer to other entries of an array: send an array"),
             message.id,
+            method=message.method,
         )
     return message
 

@@ -630,10 +630,11 @@ class Dispatcher:
     ) -> Reply:
         """Return the answer to a message that was not admitted."""
         if frame.logged:
-            name = frame.refused
+            name = message.method
+            if name is None:
+                name = frame.refused
             params: Raw | UnsetType = UNSET
             if type(message) is not Invalid:
-                name = message.method
                 params = message.params
             method = self._methods.get(name)
             kind: str | None = None

@@ -148,7 +148,7 @@ class Linking:
         outcome: Outcome
         if planned.error is not None:
             # An error of the method itself does not matter: nothing of the entry runs.
-            outcome = self._begin(frame, Invalid(planned.error, _answer_id(message)), position)
+            outcome = self._begin(frame, _refused(message, planned.error), position)
         elif planned.waits_for:
             outcome = self._begin_linked(frame, message, position, planned)
         else:
@@ -181,8 +181,7 @@ class Linking:
                 return await _settled(self._begin(frame, message, position))
             filled = Filled(self._fill(message, planned), self._digest(position))
         except RpcError as error:
-            refusal = Invalid(error, _answer_id(message))
-            return await _settled(self._begin(frame, refusal, position))
+            return await _settled(self._begin(frame, _refused(message, error), position))
         return await self._serve(frame, message, method, position, filled)
 
     def _check_targets(self, planned: Planned) -> None:
@@ -252,10 +251,13 @@ def _target_id(message: Message | Invalid) -> Id | UnsetType:
     return message.id
 
 
-def _answer_id(message: Message | Invalid) -> Id:
-    if message.id is UNSET:
-        return None
-    return message.id
+def _refused(message: Message | Invalid, error: RpcError) -> Invalid:
+    """Return an entry whose references cannot be used."""
+    id: Id = None
+    if message.id is not UNSET:
+        id = message.id
+    request = without_links(message)
+    return Invalid(error, id, method=request.method)
 
 
 def _value(member: Raw | UnsetType) -> Json:

@@ -224,7 +224,7 @@ class TappedDispatcher(Dispatcher):
             if type(id) is not int:
                 id = row_id(id)
             mark = frame.mark or self._mark
-            self._note(clock(), mark, message.method, id, None, position, None)  # type: ignore[union-attr]
+            self._note(clock(), mark, message.method, id, None, position, None)  # type: ignore[arg-type]
         elif position is not None and frame.mark is not None:
             frame.mark.reached = position
         return reply
@@ -290,9 +290,9 @@ class TappedDispatcher(Dispatcher):
     def _refused(
         self, frame: Frame, message: Message | Invalid, position: int | None, error: RpcError
     ) -> Reply:
-        name = frame.refused
-        if type(message) is not Invalid:
-            name = message.method
+        name = message.method
+        if name is None:
+            name = frame.refused
         method = self._methods.get(name)
         kind: Any = None
         if method is not None:

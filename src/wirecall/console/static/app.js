@@ -110,7 +110,7 @@ function frame() {
       <nav aria-label="Pages">
         ${pages().map(
           (each) => html`<a href=${each.href} aria-current=${each.page === place(here) ? "page" : nothing}>
-            ${each.word}${each.page === "ledger" && unknown ? html`<span class="count bad">${unknown} unknown</span>` : nothing}</a>`,
+            ${each.word}${each.page === "ledger" && unknown ? html` <span class="count bad">${unknown} <span class="word">unknown</span></span>` : nothing}</a>`,
         )}
       </nav>
       <span class="live ${link.value}"><span aria-hidden="true">●</span> ${LINKS[link.value]}</span>

@@ -54,6 +54,7 @@ const SIGNS = /** @type {Record<string, [string, string]>} */ ({
   unknown: ["?", "bad"],
   tombstone: ["†", "muted"],
   absent: ["○", "muted"],
+  no: ["–", "muted"],
 });
 
 /**
@@ -136,10 +137,15 @@ export function payload(text, label) {
 }
 
 /**
- * JSON with line breaks; its numbers and strings stay as they are.
+ * JSON with line breaks; its numbers and strings stay as they are. Other text stays as it is.
  * @param {string} text
  */
 export function indented(text) {
+  try {
+    JSON.parse(text);
+  } catch {
+    return text;
+  }
   let depth = 0;
   let made = "";
   for (const [part] of text.matchAll(/"(?:[^"\\]|\\.)*"|[{}[\],:]|[^\s"{}[\],:]+/g)) {

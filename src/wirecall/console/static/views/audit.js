@@ -41,7 +41,7 @@ export function open(route) {
 
   /** @param {any} data */
   function page(data) {
-    if (!data.path) return html`<h1 tabindex="-1">Audit</h1>${nobody()}`;
+    if (!data.path) return html`<h1 tabindex="-1">Audit</h1>${nobody(data.start)}`;
     const state = verified.value ?? data.verified;
     const lines = data.lines.map((/** @type {any} */ each) => JSON.stringify(each)).join("\n");
     return html`
@@ -89,10 +89,11 @@ function chain(state) {
 /** @param {any} data */
 function table(data) {
   return html`<div class="sideways" tabindex="0" role="region" aria-label="Lines"><table class="rows"><caption class="quiet">Lines of the trail, the newest first</caption>
-    <thead><tr><th scope="col" class="w1 right">Line</th><th scope="col">Time</th><th scope="col">Outcome</th><th scope="col">Method</th>
+    <thead><tr><th scope="col" class="w1 right">Line</th><th scope="col">Time</th><th scope="col">Outcome</th><th scope="col" class="w2">What</th><th scope="col">Method</th>
       <th scope="col" class="w2">Caller</th><th scope="col" class="w2">Key</th><th scope="col" class="w1 right">Duration</th><th scope="col" class="w3">Hash</th></tr></thead>
     <tbody>${data.lines.map((/** @type {any} */ each) => html`<tr><td class="w1 right">${each.number}</td><td>${time(each.time, true)}</td>
       <td>${outcome(each)}${each.replayed && each.outcome !== "ok" ? html` <span class="mark replay">↻ replayed</span>` : nothing}</td>
+      <td class="w2 name">${each.action ? visible([each.action.what, each.action.verdict?.replace("_", " ")].filter(Boolean).join(": ")) : html`<span class="muted">call</span>`}</td>
       <td class="name">${short(each.method)}</td>
       <td class="w2 name">${each.caller ? short(each.caller, 24) : html`<span class="muted">anonymous</span>`}</td>
       <td class="w2 name">${each.key ? short(each.key, 28) : "–"}</td>
@@ -100,8 +101,10 @@ function table(data) {
     ${data.more ? html`<p><a href=${changed({ before: String(data.more) })}>Older lines</a></p>` : nothing}`;
 }
 
-function nobody() {
+/** @param {string | undefined} line how the server is started with one */
+function nobody(line) {
   return empty("This server keeps no audit trail", html`
     <p>The trail has one line for each command: caller, method, key, outcome. Each line holds the hash of the one before it, so a changed line is found.</p>
-    ${command("wirecall serve app.py --audit file:audit.jsonl")}`);
+    ${line ? command(line) : html`<pre>[audit]
+file = "audit.jsonl"</pre>`}`);
 }

@@ -7,7 +7,8 @@ import { html, nothing } from "../lit-html.js";
 import { changed, go } from "../route.js";
 import { signal } from "../store.js";
 import { bytes, duration, number, short, time } from "../text.js";
-import { batchName, command, copy, empty, named, outcome, say } from "../ui.js";
+import { batchName, copy, mark, named, outcome, say } from "../ui.js";
+import { noCalls } from "./nocalls.js";
 
 /** Pixels of a row; `app.css` has the same number. */
 const ROW = 26;
@@ -15,15 +16,6 @@ const ROW = 26;
 const EXTRA = 6;
 /** Rows that are drawn at most. */
 const MOST_DRAWN = 56;
-
-/** @type {[string, string][]} */
-const EXAMPLES = [
-  ["status:error", "calls that failed"],
-  ["replayed:yes", "answers from the ledger"],
-  ["duration:>500ms", "slow calls"],
-  ["kind:command since:10m", "commands of ten minutes"],
-  ["method:ch* -caller:ada", "a pattern, and not one caller"],
-];
 
 /**
  * @param {import("../route.js").Route} route
@@ -181,7 +173,7 @@ export function open(route) {
         ${notice.value ? html`<span class="mark warn">! ${notice.value}</span>` : nothing}
         ${fresh > 0 ? html`<button type="button" class="primary" @click=${release}>${number(fresh)} new</button>` : nothing}
       </p>
-      ${all.length ? table(all, longest) : nobody(document)}
+      ${all.length ? table(all, longest) : noCalls(document, filter.value)}
     `;
   }
 
@@ -200,15 +192,16 @@ export function open(route) {
         <thead><tr aria-rowindex="1">
           <th scope="col">Time</th><th scope="col">Outcome</th><th scope="col">Call</th>
           <th scope="col" class="w2">Kind</th><th scope="col" class="w3">Caller</th>
-          <th scope="col" class="w2">Key</th>
+          <th scope="col" class="w2">Key</th><th scope="col" class="w3">Ran</th>
           <th scope="col" class="right">Duration</th><th scope="col" class="w1 bar-cell"><span class="quiet">Bar</span></th>
           <th scope="col" class="w2">Batch</th><th scope="col" class="w3 right">Bytes</th>
+          <th scope="col" class="w4">Revision</th>${isGateway() ? html`<th scope="col" class="w3">Upstream</th>` : nothing}
           <th scope="col" class="w3">Worker</th>
         </tr></thead>
         <tbody>
-          <tr class="space" aria-hidden="true"><td colspan="11" .style=${`height:${first * ROW}px`}></td></tr>
+          <tr class="space" aria-hidden="true"><td colspan="14" .style=${`height:${first * ROW}px`}></td></tr>
           ${drawn.map((row, index) => line(row, first + index, longest))}
-          <tr class="space" aria-hidden="true"><td colspan="11"
+          <tr class="space" aria-hidden="true"><td colspan="14"
             .style=${`height:${Math.max(all.length - first - drawn.length, 0) * ROW}px`}></td></tr>
         </tbody>
       </table></div>
@@ -241,28 +234,16 @@ export function open(route) {
       <td class="w2">${row.kind ?? "–"}</td>
       <td class="w3 name">${row.caller ? short(row.caller, 24) : html`<span class="muted">anonymous</span>`}</td>
       <td class="w2 name">${row.key ? html`${short(row.key, 28)}${row.attempt > 1 ? html` <span class="mark replay">↻ ${row.attempt}</span>` : nothing}` : html`<span class="muted">–</span>`}</td>
+      <td class="w3">${row.ran === "yes" ? html`<span class="muted">yes</span>` : mark(row.ran)}</td>
       <td class="right">${duration(row.ms)}</td>
       <td class="w1 bar-cell"><svg viewBox="0 0 60 8" preserveAspectRatio="none" aria-hidden="true">
         <rect class=${row.replayed ? "replay" : row.outcome} width=${Math.max((row.ms / longest) * 60, 1)} height="8"></rect></svg></td>
       <td class="w2">${row.batch ? html`<a class="chip" href=${`/batches/${encodeURIComponent(row.batch)}`}>${batchName(row)}</a>` : nothing}</td>
       <td class="w3 right">${row.bytes ? bytes(row.bytes) : ""}</td>
+      <td class="w4">${row.revision ?? html`<span class="muted">${row.transport === "rpc" ? "JSON-RPC" : "–"}</span>`}</td>
+      ${isGateway() ? html`<td class="w3 name">${row.upstream ? short(row.upstream, 20) : "–"}</td>` : nothing}
       <td class="w3">${row.worker}${gone ? " (ended)" : ""}</td>
     </tr>`;
-  }
-
-  /** @param {any} document */
-  function nobody(document) {
-    if (filter.value && (document?.hidden || document?.total)) {
-      return empty("No call fits this filter", html`
-        <p>${number(document.hidden ?? document.total)} rows are hidden.
-          <a href=${changed({ filter: null })}>Clear the filter</a></p>
-        ${examples()}`);
-    }
-    return empty("Nothing has been called yet", html`
-      <p>Calls appear here as they end. For a first one, in another terminal:</p>
-      ${command("wirecall call http://127.0.0.1:8420/rpc rpc.discover")}
-      <p class="muted">${numbers.value ? "Connected, waiting…" : "Connecting…"}</p>
-      ${examples()}`);
   }
 
   apply(filter.value);
@@ -278,11 +259,9 @@ export function open(route) {
   };
 }
 
-function examples() {
-  return html`<h3>Filters</h3><ul class="examples">${EXAMPLES.map(
-    ([text, meaning]) =>
-      html`<li><a href=${changed({ filter: text })}><code>${text}</code></a> ${meaning}</li>`,
-  )}</ul>`;
+/** Whether the calls are passed on to other servers. */
+function isGateway() {
+  return numbers.value?.is_gateway === true;
 }
 
 /**

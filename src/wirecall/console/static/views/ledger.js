@@ -5,7 +5,7 @@ import { html, nothing } from "../lit-html.js";
 import { changed, go } from "../route.js";
 import { signal } from "../store.js";
 import { age, number, short, time } from "../text.js";
-import { command, empty, loaded, mark } from "../ui.js";
+import { empty, loaded, mark } from "../ui.js";
 
 const STATES = ["unknown", "running", "waiting", "done", "tombstone"];
 /** Milliseconds between two looks at the store. */
@@ -102,5 +102,5 @@ function nobody(state, all) {
     <pre>@app.command
 async def charge(order: str, cents: int) -&gt; str:
     ...</pre>
-    ${command("wirecall call http://127.0.0.1:8420/rpc charge order=7 cents:=100 --key order-7")}`);
+    <p><a href="/methods">Try a command</a> of this server: the form gives it a key.</p>`);
 }

@@ -40,13 +40,13 @@ function page(data) {
     <div class="tiles">
       ${tile("Calls per second", perSecond(tiles.calls_per_s), sparks.calls, span, "")}
       ${tile("Errors per second", perSecond(tiles.errors_per_s), sparks.errors, span, "bad")}
-      ${tile("95 % take at most (p95)", duration(tiles.p95_ms), sparks.p95_ms, span, "")}
+      ${tile("95 % take at most (p95)", duration(tiles.p95_ms || null), sparks.p95_ms, span, "")}
       ${tile("Runs saved by replay", number(tiles.saved), sparks.saved, span, "replay")}
     </div>
     ${person(data)}
     ${data.totals.calls ? tables(data) : empty("Nothing has been called yet", html`
-      <p>Numbers appear with the first call. In another terminal:</p>
-      ${command("wirecall call http://127.0.0.1:8420/rpc rpc.discover")}`)}
+      <p>Numbers appear with the first call. ${data.first_call ? "In another terminal:" : nothing}</p>
+      ${data.first_call ? command(data.first_call) : nothing}`)}
     <section><h2>Workers</h2>${workers(data.workers)}</section>
   `;
 }

@@ -82,7 +82,7 @@ export function open() {
       </section>
       <section><h2>Server</h2>
         <p>${visible(data.name)} ${visible(data.version ?? "")} · wirecall ${data.wirecall}</p>
-        <div class="sideways" tabindex="0" role="region" aria-label="Effective configuration"><table class="rows"><caption class="quiet">Effective configuration</caption>
+        <div class="sideways" tabindex="0" role="region" aria-label="Effective configuration"><table class="rows settings"><caption class="quiet">Effective configuration</caption>
           <thead><tr><th scope="col">Setting</th><th scope="col">Value</th><th scope="col">From</th></tr></thead>
           <tbody>${data.values.map((/** @type {any} */ each) => html`<tr><td class="name">${each.name}</td>
             <td class="name">${visible(typeof each.value === "string" ? each.value : JSON.stringify(each.value))}</td><td>${visible(each.origin)}</td></tr>`)}</tbody></table></div>
