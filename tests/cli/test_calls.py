@@ -204,6 +204,29 @@ def test_bad_key_is_not_sent() -> None:
     assert "is not a key" in run.stderr
 
 
+def test_key_among_the_arguments_names_the_option() -> None:
+    words = ("call", SHOP, "charge", "order=7", "cents=5")
+    for word in ("idempotency_key=k 1", "meta.idempotency-key=k 1"):
+        run = invoke(*words, word)
+        assert run.exit_code == Exit.USAGE
+        assert "  next: give the key as --key 'k 1'\n" in run.stderr
+
+
+def test_key_in_a_declared_argument_is_the_key_of_the_call(tmp_path: Path) -> None:
+    app = tmp_path / "keyed.py"
+    app.write_text(
+        "from wirecall import App\n"
+        "app = App('keyed', key_at='meta.idempotency-key')\n"
+        "@app.command(destructive=False)\n"
+        "def buy(sku: str, meta: dict[str, str]) -> str:\n"
+        "    return sku\n"
+    )
+    for protocol in ("rpc", "mcp"):
+        words = ("sku=tea", "meta.idempotency-key=k-1", "--as", protocol, "--json")
+        run = invoke("call", str(app), "buy", *words)
+        assert json.loads(run.stdout)["key"] == "k-1", run.output
+
+
 def test_query_has_no_key() -> None:
     assert "key" not in json.loads(
         invoke("call", SHOP, "price", "sku=tea", "--as", "mcp", "--json").stdout

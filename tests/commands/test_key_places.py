@@ -1,8 +1,10 @@
 """Keys at a place among the arguments that the app declares: `key_at="meta.idempotency-key"`."""
 
 import re
+import sys
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from pathlib import Path
+from typing import Any, Literal, TypedDict
 
 import jsonschema
 import pytest
@@ -10,7 +12,7 @@ from msgspec import Raw
 
 from tests.calls import call, error, result
 from tests.mcp.asgi import R2, over_http, request
-from wirecall import App, BatchTool, Router, ToolAnnotations, UsageError, connect
+from wirecall import App, BatchTool, Router, ToolAnnotations, UsageError, connect, connect_sync
 from wirecall.contract.generate import generated
 from wirecall.contract.lock import of_app
 from wirecall.errors import InvalidParams, KeyConflict, KeyInvalid, KeyRequired
@@ -55,6 +57,81 @@ async def test_key_place_makes_two_tool_calls_one_command() -> None:
                 "charge", {"cents": 6, "meta": {"idempotency-key": "k-1"}}, key=False
             )
     assert paid == [5, 5]
+
+
+def add(batch: Any, name: str, arguments: dict[str, Any]) -> Any:
+    """Add a call to a batch of either protocol."""
+    if hasattr(batch, "call_tool"):
+        return batch.call_tool(name, arguments)
+    return batch.call(name, arguments)
+
+
+@pytest.mark.parametrize("protocol", ["rpc", "mcp"])
+async def test_key_place_filled_by_the_caller_gets_no_second_key_from_the_client(
+    protocol: Literal["rpc", "mcp"],
+) -> None:
+    paid: list[int] = []
+    arguments = {"cents": 5, "meta": {"agent": "one", "idempotency-key": "k-1"}}
+    async with connect(shop(paid), protocol=protocol) as client:
+        for _ in range(2):
+            async with client.batch() as batch:
+                sent = add(batch, "charge", arguments)
+            assert sent.ok
+            assert sent.key == "k-1"
+    assert sent.replayed
+    assert paid == [5]
+
+
+@pytest.mark.parametrize("protocol", ["rpc", "mcp"])
+async def test_key_in_data_that_a_caller_passes_on_is_not_the_key_of_the_call(
+    protocol: Literal["rpc", "mcp"],
+) -> None:
+    """Two events of a payment have the payment's key in them, and are two calls."""
+    app = App("hooks", ledger="memory:")
+
+    @app.command
+    def take(event: dict[str, Any]) -> str:
+        return str(event["id"])
+
+    async with connect(app, protocol=protocol) as client:
+        for id in ("e-1", "e-2"):
+            arguments = {"event": {"id": id, "request": {"idempotency_key": "k-1"}}}
+            async with client.batch() as batch:
+                sent = add(batch, "take", arguments)
+            assert sent.ok
+            assert sent.key != "k-1"
+
+
+@pytest.mark.parametrize("protocol", ["rpc", "mcp"])
+def test_key_place_of_another_process_is_known_to_the_client(
+    protocol: Literal["rpc", "mcp"], tmp_path: Path
+) -> None:
+    file = tmp_path / "shop.py"
+    file.write_text(
+        "from wirecall import App\n"
+        "app = App('shop', key_at='meta.idempotency-key')\n"
+        "paid = []\n"
+        "@app.command(destructive=False)\n"
+        "def charge(cents: int) -> int:\n"
+        "    paid.append(cents)\n"
+        "    return len(paid)\n"
+    )
+    arguments = {"cents": 5, "meta": {"idempotency-key": "k-1"}}
+    serve = [sys.executable, "-m", "wirecall", "serve", str(file), "--stdio"]
+    with connect_sync(serve, protocol=protocol) as client:
+        for _ in range(2):
+            with client.batch() as batch:
+                sent = add(batch, "charge", arguments)
+            assert sent.key == "k-1"
+            assert getattr(sent.result(), "structured", sent.result()) == 1
+
+
+async def test_key_among_the_params_of_a_caller_is_sent_as_it_is() -> None:
+    paid: list[int] = []
+    async with connect(shop(paid)) as client:
+        for _ in range(2):
+            assert await client.call("charge", {"cents": 5, "idempotency_key": "k-1"}) == 1
+    assert paid == [5]
 
 
 async def test_key_place_and_usual_places_are_one_key() -> None:
@@ -184,6 +261,8 @@ async def test_key_place_that_is_not_an_object_is_refused() -> None:
     named = {"cents": 5, "meta": 'the "idempotency-key"'}
     reply = error(await shop(paid).handle(call("charge", named, key="k-1")))
     assert reply["data"]["reason"] == "params.meta: expected object, got str"
+    reply = error(await shop(paid).handle(call("charge", {"cents": 5, "meta": None})))
+    assert reply["data"]["reason"] == "params.meta: expected object, got null"
     assert paid == []
     with pytest.raises(InvalidParams):
         fingerprint(Raw(b'{"meta":5}'), KeyPlace(("meta", "key")))

@@ -1,6 +1,7 @@
 """Arguments of tools as models send them: one other meaning is understood, several are refused."""
 
 import asyncio
+import enum
 import json
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -10,7 +11,7 @@ import pytest
 from msgspec import Raw
 
 from tests.calls import call, error, result
-from wirecall import App, Context, UsageError, connect
+from wirecall import App, Context, UsageError, connect, testing
 from wirecall.errors import InvalidParams, KeyConflict
 from wirecall.protocol import readings
 from wirecall.protocol.params import Signature
@@ -20,6 +21,11 @@ from wirecall.protocol.params import Signature
 class Address:
     street: str
     number: int = 1
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+    HIGH = 3
 
 
 class Guest(pydantic.BaseModel):
@@ -324,6 +330,18 @@ async def test_integer_with_a_fraction_of_zero_is_an_int(params: Any) -> None:
         assert result(await app.handle(call(name, params))) == 5
     if isinstance(params, list):
         assert result(await app.handle(call("several", params))) == 5
+
+
+async def test_integer_with_a_fraction_of_zero_is_a_literal_and_a_member_of_an_enum() -> None:
+    app = App("shop", ledger="memory:")
+
+    @app.query
+    def picked(mixed: Literal[1, "many"], only: Literal[1, 2], level: Level) -> list[Any]:
+        return [mixed, only, level]
+
+    async with testing.client(app) as client:
+        params = {"mixed": 1.0, "only": 2.0, "level": 3.0}
+        assert await client.call("picked", params) == [1, 2, 3]
 
 
 async def test_integer_with_digits_behind_the_point_is_refused() -> None:

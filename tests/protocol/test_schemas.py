@@ -48,6 +48,12 @@ class Single(enum.Enum):
     ONLY = "only"
 
 
+class Aliased(enum.Enum):
+    SMALL = "small"
+    LITTLE = "small"  # noqa: PIE796 - an alias is what is tested
+    LARGE = "large"
+
+
 class Documented(enum.Enum):
     """How urgent it is."""
 
@@ -94,6 +100,7 @@ TYPES: dict[str, Any] = {
     "enum of strings": Word,
     "enum of one": Single,
     "enum with a docstring": Documented,
+    "enum with an alias": Aliased,
     "literal": Choice,
     "literal of ints": Literal[3, 1, 2],
     "literal of one": Literal["only"],

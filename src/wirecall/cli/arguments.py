@@ -9,6 +9,7 @@ a.b=1           a member of a member          tag[]=x         an entry of a list
 """
 
 import re
+import shlex
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +20,7 @@ from wirecall.cli.terminal import stdin
 from wirecall.contract.lock import listed as choices
 from wirecall.contract.lock import members, required
 from wirecall.contract.lock import resolved as followed
+from wirecall.protocol.keys import likely_key
 from wirecall.protocol.messages import JsonObject, decode_value, encode
 from wirecall.protocol.schemas import DECIMAL
 
@@ -358,7 +360,11 @@ def arguments(
         names = members(schema)
         unknown = next((name for name in params if name not in names), None)
         if unknown is not None and schema.get("additionalProperties") is False:
-            raise no_such("argument", unknown, list(names), help, type="params", field=unknown)
+            next_step = help
+            key = likely_key({unknown: params[unknown]})
+            if key is not None:
+                next_step = f"give the key as --key {shlex.quote(key)}"
+            raise no_such("argument", unknown, list(names), next_step, type="params", field=unknown)
         check(params, schema, schema, "")
     except Misfit as error:
         raise _failure_of(error, help) from None

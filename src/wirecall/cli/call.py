@@ -48,6 +48,7 @@ from wirecall.client.delivery import mint_key
 from wirecall.errors import CallFailed, OutcomeUnknown, RpcError, UsageError
 from wirecall.ledger.base import RecordId
 from wirecall.logs import escaped
+from wirecall.protocol.keys import own_key
 from wirecall.protocol.messages import JsonObject
 from wirecall.protocol.params import tool_name_of
 
@@ -370,7 +371,7 @@ def _settle_key(
     # A command without a key gets one: without it, a lost answer could not be retried.
     needs_key = wanted.key is None and offer.takes_key and isinstance(params, dict)
     if wanted.key == "auto" or needs_key:
-        wanted.key = mint_key()
+        wanted.key = own_key(params, offer.key_path) or mint_key()
 
 
 # --- questions and progress -----------------------------------------------------------------------

@@ -31,7 +31,7 @@ from wirecall.contract.lock import members, required
 from wirecall.errors import MethodNotFound, RpcError, nearest
 from wirecall.logs import escaped
 from wirecall.mcp.types import TAGS_META
-from wirecall.protocol.keys import without_key
+from wirecall.protocol.keys import marked_path, without_key
 from wirecall.protocol.messages import JsonObject
 from wirecall.protocol.params import KEY
 from wirecall.server.method import Method
@@ -65,6 +65,8 @@ class Offer(Struct, frozen=True, omit_defaults=True):
     tool_name: str = ""
     # When a call becomes a task, in words. Only an app in this process states it.
     task: str = ""
+    # The place of the key among the arguments, besides the usual one.
+    key_path: tuple[str, ...] = ()
 
     @property
     def summary(self) -> str:
@@ -198,6 +200,7 @@ def _of_method(app: App, method: Method, protocol: str | None) -> Offer:
         method.tags,
         other,
         _task_words(method),
+        marked_path(input_schema(method)),
     )
 
 
@@ -241,6 +244,7 @@ def _of_openrpc(method: JsonObject, components: object) -> Offer:
     open_world = method.get("x-open-world")
     kind: Kind = "method"
     effects = Effects(None, destructive, open_world)
+    key_path: tuple[str, ...] = ()
     if method.get("x-kind") in ("query", "command"):
         # A wirecall server. It sends only stated effects; the others default to the worst, as in
         # MCP.
@@ -248,6 +252,7 @@ def _of_openrpc(method: JsonObject, components: object) -> Offer:
         is_command = kind == "command"
         is_destructive = is_command and destructive is not False
         effects = Effects(not is_command, is_destructive, open_world is not False, is_command)
+        key_path = marked_path(schema)
         schema = _without_key(schema)
     return Offer(
         kind,
@@ -258,6 +263,7 @@ def _of_openrpc(method: JsonObject, components: object) -> Offer:
         schema,
         _result_schema(method),
         [tag["name"] for tag in _named(method.get("tags"))],
+        key_path=key_path,
     )
 
 
@@ -314,7 +320,9 @@ def _of_tool(tool: Any, honours_keys: bool) -> Offer:
         title = title or stated.title
         effects = Effects(tool.read_only, tool.destructive, tool.open_world, keyed)
     schema = tool.input_schema
+    key_path: tuple[str, ...] = ()
     if honours_keys:
+        key_path = marked_path(schema)
         schema = _without_key(schema)
     return Offer(
         "tool",
@@ -325,6 +333,7 @@ def _of_tool(tool: Any, honours_keys: bool) -> Offer:
         schema,
         tool.output_schema,
         _tags(tool.meta),
+        key_path=key_path,
     )
 
 

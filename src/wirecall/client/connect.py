@@ -357,6 +357,7 @@ def _rpc_client(
         kinds = None
     largest: int | None = None
     announced: object = None
+    key_paths: dict[str, tuple[str, ...]] = {}
     pushes: Pushes | None = None
     link: Link
     if isinstance(target, str) and is_websocket(target):
@@ -380,9 +381,14 @@ def _rpc_client(
             handle = partial(handle, caller=shared.caller)
         link = MemoryLink(handle, target._enter, target._leave)
         kinds = {method.name: method.kind.value for method in target.registry}
+        key_paths = {
+            method.name: method.key_place.path
+            for method in target.registry
+            if method.key_place is not None
+        }
         largest = target.limits.batch
         announced = target._announced()
-    return Client(shared.wrap(link), JsonRpc(kinds, largest, announced), shared, pushes)
+    return Client(shared.wrap(link), JsonRpc(kinds, largest, announced, key_paths), shared, pushes)
 
 
 def is_websocket(target: str) -> bool:

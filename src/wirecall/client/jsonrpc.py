@@ -18,6 +18,7 @@ from msgspec import Raw, Struct
 from wirecall.client.delivery import Dialect, mint_key
 from wirecall.client.exchange import AnyEntry, Entry, Params
 from wirecall.errors import ConnectionLost, NotSent
+from wirecall.protocol.keys import marked_path, own_key
 from wirecall.protocol.messages import JsonObject, encode
 from wirecall.protocol.params import KEY
 
@@ -42,9 +43,12 @@ class JsonRpc(Dialect):
         kinds: Mapping[str, str] | None,
         batch: int | None = None,
         announced: object = None,
+        key_paths: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:
         # "query" or "command" by method name. None: the client has not asked the server yet.
         self._kinds = kinds
+        # Where a command has its key among the params, besides the usual place.
+        self._key_paths = dict(key_paths or {})
         # The largest number of entries in an array, if the client knows it.
         self._batch = batch
         # What the server announces beyond OpenRPC: `x-wirecall`.
@@ -66,7 +70,7 @@ class JsonRpc(Dialect):
                 await self._discover(entry.timeout)
             kind = (self._kinds or {}).get(entry.method)
         if entry.key is True or (kind == "command" and not is_by_position(entry.params)):
-            entry.key = mint_key()
+            entry.key = own_key(entry.params, self._key_paths.get(entry.method, ())) or mint_key()
         if not isinstance(entry.key, str):
             entry.key = None
         entry.safe = entry.key is not None or entry.query is True or kind == "query"
@@ -104,6 +108,9 @@ class JsonRpc(Dialect):
                 kind = method.get("x-kind")
                 if isinstance(name, str) and isinstance(kind, str):
                     kinds[name] = kind
+                    path = _key_path(method.get("params"))
+                    if path:
+                        self._key_paths[name] = path
         self._kinds = kinds
         self._announced = document.get("x-wirecall")
         limits = document.get("x-limits")
@@ -135,3 +142,15 @@ class JsonRpc(Dialect):
         if isinstance(members, Struct):  # use its names and members in JSON
             members = msgspec.json.decode(encode(members), type=dict[str, Raw])
         return {**members, KEY: entry.key}
+
+
+def _key_path(params: object) -> tuple[str, ...]:
+    """Return the path to the key among the params of a method; () if the document marks none."""
+    if not isinstance(params, list):
+        return ()
+    declared = {
+        param["name"]: param.get("schema")
+        for param in params
+        if isinstance(param, dict) and isinstance(param.get("name"), str)
+    }
+    return marked_path({"properties": declared})

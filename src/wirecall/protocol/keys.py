@@ -22,6 +22,7 @@ from wirecall.protocol.messages import JsonObject
 MARK = "x-idempotency-key"
 # Marks a param that is required only because the key is.
 ONLY_FOR_KEY = "x-required-for-key"
+_USUAL = "idempotency_key"
 _STEP = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -51,7 +52,10 @@ class KeyPlace(Struct, frozen=True):
                 return UNSET
             if not isinstance(inner, dict):
                 where = ".".join(("params", *self.path[:at]))
-                raise InvalidParams(f"{where}: expected object, got {type(inner).__name__}")
+                kind = type(inner).__name__
+                if inner is None:
+                    kind = "null"
+                raise InvalidParams(f"{where}: expected object, got {kind}")
             holders.append(inner)
         key = holders[-1].pop(self.path[-1], UNSET)
         # An object that held only the key is not given if the key comes another way.
@@ -168,3 +172,58 @@ def _declared(schema: JsonObject) -> JsonObject:
         if not bare.get("required"):
             bare.pop("required", None)
     return bare
+
+
+def marked_path(schema: object, depth: int = 8) -> tuple[str, ...]:
+    """Return the path to the key in the published schema of params; () if none is marked."""
+    if not isinstance(schema, dict) or depth == 0:
+        return ()
+    parts = schema.get("allOf")
+    if isinstance(parts, list):
+        for part in parts:
+            path = marked_path(part, depth - 1)
+            if path:
+                return path
+    properties = schema.get("properties")
+    if not isinstance(properties, dict):
+        return ()
+    for name, member in properties.items():
+        path = marked_path(member, depth - 1)
+        if path:
+            return (name, *path)
+        if isinstance(member, dict) and member.get(MARK):
+            return (name,)
+    return ()
+
+
+def own_key(params: object, path: Sequence[str] = ()) -> str | None:
+    """Return the key that a caller, or a model, put among the params; None if there is none.
+
+    It is at the usual place, or at the path that the server declares. With another key beside it,
+    the server would refuse the call.
+    """
+    for place in (path, (_USUAL,)):
+        value = params
+        for name in place:
+            if not isinstance(value, dict):
+                break
+            value = value.get(name)
+        if place and isinstance(value, str):
+            return value
+    return None
+
+
+def likely_key(params: object, depth: int = 4) -> str | None:
+    """Return a string among the params whose name says that it is a key; None if there is none.
+
+    It is the key only if the server declares so: it may also be data that is passed on.
+    """
+    if not isinstance(params, dict) or depth == 0:
+        return None
+    for name, value in params.items():
+        if isinstance(value, str) and isinstance(name, str) and "idempotency" in name.lower():
+            return value
+        inner = likely_key(value, depth - 1)
+        if inner is not None:
+            return inner
+    return None

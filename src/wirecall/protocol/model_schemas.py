@@ -22,6 +22,11 @@ class ModelSchema(GenerateJsonSchema):
             return listed_values([described["const"]])
         return described
 
+    def enum_schema(self, schema: core_schema.EnumSchema) -> JsonObject:
+        # An alias repeats the value of its member.
+        members = list(dict.fromkeys(schema["members"]))
+        return super().enum_schema(core_schema.EnumSchema(**{**schema, "members": members}))
+
     def decimal_schema(self, schema: core_schema.DecimalSchema) -> JsonObject:
         if _DECIMAL_LIMITS & schema.keys():
             return super().decimal_schema(schema)

@@ -141,7 +141,8 @@ class _Reader(Struct):
         """Yield the readings of a value that already has the right kind of JSON."""
         stated = schema.get("type")
         kinds = stated if isinstance(stated, list) else [stated]
-        if isinstance(value, Decimal) and _is_whole(value) and "integer" in kinds:
+        is_integer = "integer" in kinds or (stated is None and "enum" in schema)
+        if isinstance(value, Decimal) and _is_whole(value) and is_integer:
             value = int(value)
         if "enum" in schema:
             if any(_is_same(value, each) for each in schema["enum"]):

@@ -107,8 +107,8 @@ from wirecall.mcp.types import (
     checked_extensions,
     declared_extensions,
 )
+from wirecall.protocol.keys import likely_key, marked_path, own_key
 from wirecall.protocol.messages import UNREADABLE, JsonObject, decode_value, encode
-from wirecall.protocol.params import KEY
 from wirecall.version import __version__
 
 if TYPE_CHECKING:
@@ -549,6 +549,7 @@ class Conversation(Dialect):
                 entry.fail(error)
                 return
             if not isinstance(entry.key, str):
+                await self._learn_place_of_key(entry)
                 entry.key = self._new_key(entry)
             entry.safe = (
                 entry.query is True or is_harmless or (entry.key is not None and self.honours_keys)
@@ -597,17 +598,31 @@ class Conversation(Dialect):
             return True
         return tool is not None and tool.annotations is not None and tool.destructive
 
+    async def _learn_place_of_key(self, entry: AnyEntry) -> None:
+        """Read the list of tools if the arguments of a call seem to have the key inside them."""
+        params = entry.params or {}
+        arguments = params.get("arguments")
+        if self.lists.are_known or not self.honours_keys:
+            return
+        if own_key(arguments) is None and likely_key(arguments) is not None:
+            # Without the list, the call is sent with a second key, and the server explains it.
+            with suppress(CallFailed, RpcError):
+                await self.lists.tool(str(params.get("name")), entry.timeout)
+
     def _new_key(self, entry: AnyEntry) -> str | None:
         """Return the key of a tool call whose caller named none.
 
         It is the model's, in the arguments, or a new one if that helps.
         """
         if self.honours_keys:
-            arguments = (entry.params or {}).get("arguments")
-            if isinstance(arguments, dict):
-                own = arguments.get(KEY)
-                if isinstance(own, str):
-                    return own
+            params = entry.params or {}
+            path: tuple[str, ...] = ()
+            tool = self.lists.known(str(params.get("name")))
+            if tool is not None:
+                path = marked_path(tool.input_schema)
+            own = own_key(params.get("arguments"), path)
+            if own is not None:
+                return own
             if entry.key is None:
                 return mint_key()
         if entry.key is True:
