@@ -62,6 +62,17 @@ async def test_mcp_client_calls_over_a_socket(kind: tuple[Server, FramingName]) 
         assert "add" in str(await client.call("tools/list"))
 
 
+async def test_client_receives_notifications_over_a_socket(
+    kind: tuple[Server, FramingName],
+) -> None:
+    server, framing = kind
+    counted: list[Any] = []
+    async with connect(server.address, framing=framing) as client:
+        client.on("counted", counted.append)
+        assert await client.call("count", {"n": 3}) is True
+        assert counted == [{"number": 0}, {"number": 1}, {"number": 2}]
+
+
 def test_sync_client_calls_over_a_socket(kind: tuple[Server, FramingName]) -> None:
     server, framing = kind
     with connect_sync(server.address, framing=framing) as client:

@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -121,6 +122,37 @@ async def test_stream_yields_quick_answers_before_slow_ones(server: str) -> None
         assert batch.wire == "stream"
         assert found == [second, first, third]
         assert [entry.result() for entry in found] == [2, 1, 1]
+
+
+@pytest.mark.parametrize("server", ["uvicorn", "granian"])
+async def test_stream_of_an_mcp_array_yields_quick_answers_before_slow_ones(server: str) -> None:
+    """2025-03-26: a server may send each answer of an array as an event."""
+    app = App("slow")
+    gate = asyncio.Event()
+
+    @app.query
+    async def slow() -> int:
+        await gate.wait()
+        return 1
+
+    @app.query
+    def quick() -> int:
+        return 2
+
+    mcp = partial(connect, protocol="mcp", revision="2025-03-26")
+    async with served(app, server) as url, mcp(f"{url}/mcp") as client:
+        batch = client.batch()
+        first = batch.call_tool("slow")
+        second = batch.call_tool("quick")
+        found = []
+        async for entry in batch.stream():
+            found.append(entry)
+            gate.set()
+        assert (batch.wire, found) == ("stream", [second, first])
+        async with client.batch() as together:
+            together.call_tool("quick")
+            together.call_tool("quick")
+        assert together.wire == "array"
 
 
 async def test_stream_of_singles_yields_quick_answers_before_slow_ones() -> None:

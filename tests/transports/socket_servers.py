@@ -66,6 +66,12 @@ def let_go() -> str:
     opened.set()
     return "open"
 
+@app.query
+async def count(n: int, ctx: Context) -> bool:
+    for number in range(n):
+        await ctx.notify("counted", {"number": number})
+    return ctx.can_notify
+
 @app.command(key="auto")
 async def put(text: str) -> int:
     runs.append(text)

@@ -32,11 +32,22 @@ VSCODE = "vscode-jsonrpc@8.2.1"
 # --- python-lsp-jsonrpc ---------------------------------------------------------------------------
 
 
+class Counter(MethodDispatcher):  # type: ignore[misc]
+    """Keeps the notifications of the server."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    def m_counted(self, number: int) -> None:
+        self.numbers.append(number)
+
+
 @contextmanager
 def pylsp(incoming: BinaryIO, outgoing: BinaryIO) -> Iterator[tuple[Any, list[Any]]]:
     """Yield an endpoint of python-lsp-jsonrpc, and the messages that it has received."""
     writer = JsonRpcStreamWriter(outgoing, ensure_ascii=False)
-    endpoint = Endpoint(MethodDispatcher(), writer.write)
+    counter = Counter()
+    endpoint = Endpoint(counter, writer.write)
     received: list[Any] = []
 
     def take(message: Any) -> None:
@@ -50,6 +61,7 @@ def pylsp(incoming: BinaryIO, outgoing: BinaryIO) -> Iterator[tuple[Any, list[An
     listening.start()
     try:
         yield endpoint, received
+        assert counter.numbers == [0, 1, 2]
     finally:
         endpoint.shutdown()
         writer.close()
@@ -58,7 +70,9 @@ def pylsp(incoming: BinaryIO, outgoing: BinaryIO) -> Iterator[tuple[Any, list[An
 
 
 def check(endpoint: Any, server: Server) -> None:
-    """Make calls, a notification, a call that fails, and a call that is cancelled."""
+    """Make calls, a notification, a call that fails, a call that is cancelled, and a call during
+    which the server sends notifications.
+    """
     assert endpoint.request("add", {"a": 2, "b": 3}).result(WAIT) == 5
     assert endpoint.request("echo", {"text": "Zoë 👍"}).result(WAIT) == "Zoë 👍"
     endpoint.notify("note", {"text": "ü"})
@@ -66,6 +80,7 @@ def check(endpoint: Any, server: Server) -> None:
     with pytest.raises(JsonRpcException, match="sold out — leider") as refused:
         endpoint.request("refuse").result(WAIT)
     assert (refused.value.code, refused.value.data) == (4001, {"left": 0})
+    assert endpoint.request("count", {"n": 3}).result(WAIT) is True
     waiting = endpoint.request("forever")
     server.said("waiting")
     waiting.cancel()
@@ -124,6 +139,7 @@ EXPECTED = {
     "sum": 5,
     "text": "Zoë 👍 日本",
     "noted": ["ü"],
+    "counted": [0, 1, 2],
     "refused": {"code": 4001, "message": "sold out — leider", "data": {"left": 0}},
     "cancelled": {
         "code": -32800,

@@ -355,5 +355,6 @@ async def test_notify_over_http_is_refused(server: str) -> None:
             answer = await got.json()
         assert answer["error"]["code"] == -32021
         assert answer["error"]["data"]["reason"] == (
-            "ctx.notify: expected a link that can push, got HTTP; connect over ws:// or stdio"
+            "ctx.notify: expected a link that can push, got HTTP;"
+            " connect over ws://, tcp://, unix: or stdio"
         )

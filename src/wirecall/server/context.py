@@ -205,7 +205,7 @@ class Context:
 
     @property
     def can_notify(self) -> bool:
-        """Whether `notify` reaches the caller: it is connected by ws:// or stdio."""
+        """Whether `notify` reaches the caller: it is connected by ws://, stdio or a socket."""
         return self._call.peer is None and self._call.frame.sender.push is not None
 
     def notify(
@@ -229,7 +229,10 @@ class Context:
         got = "one that only answers"
         if self._call.frame.sender.headers is not None:
             got = "HTTP"
-        return f"ctx.notify: expected a link that can push, got {got}; connect over ws:// or stdio"
+        return (
+            f"ctx.notify: expected a link that can push, got {got};"
+            " connect over ws://, tcp://, unix: or stdio"
+        )
 
     # --- messages and questions to an MCP client --------------------------------------------------
 

@@ -39,7 +39,7 @@ from msgspec import UNSET
 
 from wirecall.aio import cancel_all
 from wirecall.client.delivery import DOUBLINGS, Clock
-from wirecall.client.exchange import AnyEntry, Exchange, Link, LocalLink
+from wirecall.client.exchange import Exchange, Link, LocalLink
 from wirecall.client.links import (
     LineLink,
     Pipe,
@@ -89,6 +89,8 @@ GAVE_UP = "the caller stopped waiting, or its time was over"
 
 # A client must accept both, because the server chooses (2025-03-26, sending messages).
 _BOTH = {"Content-Type": JSON, "Accept": f"{JSON}, {EVENTS}"}
+# For an array whose answers are wanted as they complete: a server may send each as an event.
+_EVENTS_FIRST = f"{EVENTS}, {JSON};q=0.9"
 
 
 class McpLink(Link):
@@ -228,7 +230,7 @@ class McpHttpLink(McpLink):
             raise NotSent("the server forgets its sessions at once")
 
     async def post(self, exchange: Exchange) -> bool:
-        headers = self._headers(exchange.entries[0])
+        headers = self._headers(exchange)
         stream: Parser | None = None  # the answer, if it is a stream
         try:
             try:
@@ -281,23 +283,26 @@ class McpHttpLink(McpLink):
             if answer.status >= 400:
                 logger.warning("the server did not take an answer: HTTP %d", answer.status)
 
-    def _headers(self, entry: AnyEntry) -> dict[str, str]:
+    def _headers(self, exchange: Exchange) -> dict[str, str]:
         revision = self.revision
         if revision is None or not revision.has("http headers repeat the body"):
-            return {**_BOTH, **self._shared()}
+            headers = {**_BOTH, **self._shared()}
+            if exchange.wants_stream:
+                headers["Accept"] = _EVENTS_FIRST
+            return headers
+        entry = exchange.entries[0]
         name = named(entry.method, entry.params)
         if name is not None and entry.method == "tools/call" and (marks := self.marks(name)):
             return {**_BOTH, **repeated(revision.name, entry.method, entry.params, marks)}
         known = (revision.name, entry.method, name)
-        headers = self._known.get(known)
-        if headers is None:  # made once: clients repeat the same few calls
+        if known not in self._known:  # made once: clients repeat the same few calls
             if len(self._known) >= KNOWN:
                 self._known.clear()
-            headers = self._known[known] = {
+            self._known[known] = {
                 **_BOTH,
                 **repeated(revision.name, entry.method, entry.params, {}),
             }
-        return headers
+        return self._known[known]
 
     def _shared(self) -> dict[str, str]:
         """Return the headers for every request of a session."""
@@ -320,6 +325,9 @@ class McpHttpLink(McpLink):
         This ends with the stream, or when all calls are answered.
         """
         count = 0
+        if exchange is not None and exchange.wants_stream:
+            for entry in exchange.entries:
+                entry.was_streamed = True
         async with aclosing(cast(AsyncGenerator[Event, None], answer.events(parser))) as events:
             async for event in events:
                 # An event without data only sets where to resume.
