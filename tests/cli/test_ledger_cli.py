@@ -591,9 +591,12 @@ def test_command_of_a_dead_process_is_unknown_at_once(store: Store) -> None:
         ),
     ],
 )
-def test_ledger_that_is_not_there(target: str, exit: int, what: str) -> None:
+def test_ledger_that_is_not_there(
+    target: str, exit: int, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
     error = refused("ledger", "list", target)
     assert (error["exit"], error["message"]) == (exit, what)
+    assert caplog.text == ""  # no driver says it a second time
     assert "secret" not in json.dumps(error)
     assert not Path("gone.db").exists()
 

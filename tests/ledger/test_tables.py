@@ -14,6 +14,7 @@ from click.testing import Result
 
 from tests.calls import call, error, make_app, result
 from tests.cli import invoke
+from tests.cli.terminals import watched
 from tests.ledger import claim_of
 from tests.servers import Postgres
 from wirecall.ledger.base import OtherTables, open_ledger
@@ -183,6 +184,46 @@ async def test_migration_continues_after_its_first_command_has_left(
             db.rollback()
             assert result(await later) == 2
     assert schemas(database) == [*range(1, known + 2)]
+
+
+@pytest.mark.parametrize(
+    ("verb", "shown"),
+    [
+        (("stats",), "Counting"),
+        (("list",), "Reading"),
+        (("list", "--tasks"), "Reading"),
+        (("migrate",), "Migrating"),
+    ],
+    ids=str,
+)
+def test_ledger_verbs_that_take_long_say_what_they_do(
+    verb: tuple[str, ...], shown: str, database: str, tmp_path: Path
+) -> None:
+    """On a terminal, after a second. The tables are locked until then."""
+    asyncio.run(put(database))
+    locked = "wirecall.ledger"
+    if verb == ("migrate",):
+        locked = "wirecall.fronts"  # an older version lacks what the migration makes again
+    with psycopg.connect(database) as db:
+        if verb == ("migrate",):
+            db.execute(
+                "DELETE FROM wirecall.version WHERE abs(number) = "
+                "(SELECT max(abs(number)) FROM wirecall.version)"
+            )
+            db.commit()
+        db.execute(f"LOCK {locked} IN ACCESS EXCLUSIVE MODE".encode())
+        code, text = watched(
+            tmp_path, "ledger", *verb, database, until=shown, then=lambda: db.rollback()
+        )
+    assert code == 0, text
+    assert shown in text
+
+
+async def put(url: str) -> None:
+    ledger = await open_ledger(url)
+    record = await ledger.claim(claim_of())
+    assert await ledger.release(record.token)
+    await ledger.aclose()
 
 
 # --- SQLite ---------------------------------------------------------------------------------------

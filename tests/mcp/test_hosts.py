@@ -300,7 +300,7 @@ def test_hosts_continue_the_rounds_of_each_other(hosts: Hosts) -> None:
 
 def test_hosts_know_the_subscriptions_and_the_log_level_of_a_session(hosts: Hosts) -> None:
     """`resources/subscribe` and `logging/setLevel` count for a session."""
-    a, b, c, _ = hosts
+    a, b, c, d = hosts
     token = a.session()
     subscribe = {
         "jsonrpc": "2.0",
@@ -320,6 +320,22 @@ def test_hosts_know_the_subscriptions_and_the_log_level_of_a_session(hosts: Host
     until(lambda: heard() == ["error"])
     c.call("touch", uri=THING)
     assert stream.next()["method"] == "notifications/resources/updated"
+    # A process that has started since knows them too.
+    d.ask_to_stop()
+    d.stopped()
+    d.start()
+    d.ready()
+    later = d.listen(token).open()
+    said = d.post(tool("chatter"), token)
+    assert [each["params"]["level"] for each in said.messages() if "method" in each] == ["error"]
+    with ThreadPoolExecutor(1) as pool:
+        news = pool.submit(later.next, "notifications/resources/updated")
+        end = time.monotonic() + PATIENCE
+        while not news.done():  # until it receives the others
+            assert time.monotonic() < end, "a host receives nothing"
+            c.call("touch", uri=THING)
+            time.sleep(0.05)
+        assert news.result()["params"] == {"uri": THING}
 
 
 # --- changes --------------------------------------------------------------------------------------

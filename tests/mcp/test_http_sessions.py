@@ -26,9 +26,8 @@ from tests.mcp.lab import Lab, every_revision, legacy, pairs
 from wirecall.errors import InvalidRequest
 from wirecall.mcp.revisions import REVISIONS
 from wirecall.mcp.server.changes import Subscribed
-from wirecall.mcp.server.others import EndedSession
 from wirecall.mcp.server.peer import Session
-from wirecall.mcp.server.sessions import LIFETIME, Sealer, Sessions
+from wirecall.mcp.server.sessions import LIFETIME, Known, Sealer, Sessions
 from wirecall.transports.request import HttpError
 
 
@@ -281,10 +280,10 @@ async def test_notification_is_202_without_a_body(revision: str) -> None:
 async def test_session_token_that_was_accepted_is_refused_once_it_has_expired() -> None:
     now = [1000.0]
 
-    async def is_ended(_: EndedSession) -> bool:
-        return False
+    async def meet(_: Known) -> bool:
+        return True
 
-    sessions = Sessions(Sealer("secret", clock=lambda: now[0]), is_ended, (), Subscribed(1000))
+    sessions = Sessions(Sealer("secret", clock=lambda: now[0]), meet, (), Subscribed(1000))
     token = sessions.token("ann", Session(REVISIONS[R4]))
     known = await sessions.find("ann", token)
     assert await sessions.find("ann", token) is known

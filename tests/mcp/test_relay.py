@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.calls import make_app
@@ -30,6 +31,7 @@ from wirecall.mcp.server import others, sessions
 from wirecall.mcp.server.changes import Hub
 from wirecall.mcp.server.others import LOOK, EndedSession, Place, Relay, within
 from wirecall.mcp.server.sessions import Sealer
+from wirecall.protocol.sender import ANONYMOUS
 from wirecall.transports.http_server import HttpServer
 
 SECRET = "s3cret"
@@ -330,6 +332,60 @@ async def test_folder_of_a_bus_is_removed_with_its_last_process(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["ledger.db"]
 
 
+@pytest.mark.parametrize("sets", [False, True])
+async def test_relay_takes_a_setting_again_after_an_earlier_one_that_the_bus_has_lost(
+    tmp_path: Path, sets: bool
+) -> None:
+    """Other messages, as a cancellation, are taken once."""
+    async with stations(tmp_path, "one", "one") as [one, other]:
+        buses = one.relay._buses
+        one.relay._buses = []
+        await one.relay.pass_on("/mcp", "caller", "token", b"1", sets=sets)
+        one.relay._buses = buses
+        await one.relay.pass_on("/mcp", "caller", "token", b"2", sets=sets)
+        await other.until(lambda: bool(other.heard))
+        if [data for *_, data in other.heard] == [b"2"]:  # else a busy machine has just looked
+            other.relay._looks.set()
+            expected = [b"2", b"1"]
+            if sets:
+                expected.append(b"2")
+            await other.until(lambda: len(other.heard) >= len(expected))
+            assert [data for *_, data in other.heard] == expected
+
+
+async def test_relay_takes_its_own_setting_again_after_an_earlier_one_of_another(
+    tmp_path: Path,
+) -> None:
+    async with stations(tmp_path, "one", "one") as [one, other]:
+        one.relay._buses = []
+        await one.relay.pass_on("/mcp", "caller", "token", b"1", sets=True)
+        await other.relay.pass_on("/mcp", "caller", "token", b"2", sets=True)
+        other.relay._looks.set()
+        await other.until(lambda: [data for *_, data in other.heard] == [b"1", b"2"])
+
+
+async def test_relay_recalls_what_a_session_has_set(tmp_path: Path) -> None:
+    """The last of each name, in its order, and nothing that another program has written."""
+    session = EndedSession("ann", "id", 1)
+    stranger = EndedSession("bob", "id", 1)  # no two sessions have one id; this one claims it
+    async with stations(tmp_path, "one", "one", "two") as [one, other, two]:
+        for name, content in (("a", "1"), ("b", "2"), ("a", "3")):
+            await one.relay.remember(session, name, content, 60)
+        await one.relay.remember(stranger, "c", "4", 60)
+        await two.relay.remember(session, "d", "5", 60)
+        await one.relay.remember(session, "e", "6", 0.001)
+        ledger = await open_ledger(f"sqlite:{tmp_path}/ledger.db")
+        forged = Mark("f", Sealer("two").seal("relay", "", {"session": "ann.id"}, 60).encode())
+        await ledger.mark(f"{one.relay._channels[0]}-id", forged, 60)
+        await ledger.aclose()
+
+        async def are_two() -> bool:
+            return await other.relay.recall(session) == ["2", "3"]
+
+        await eventually(are_two)
+        assert await other.relay.recall(EndedSession("ann", "other", 1)) == []
+
+
 # --- a bus that loses everything ------------------------------------------------------------------
 
 
@@ -371,6 +427,16 @@ def add_tools(app: App, shop: Shop) -> None:
         await ctx.commit_point()
         shop.charged.append(amount)
         return amount
+
+    @app.query
+    async def chatter(ctx: Context) -> str:
+        for level in ("info", "error"):
+            await ctx.log(level, "a line")
+        return "said"
+
+    @app.resource("test://wanted")
+    def wanted() -> str:
+        return "it"
 
     @app.tool
     async def ask(ctx: Context) -> str:
@@ -465,6 +531,102 @@ async def test_answer_is_seen_although_no_message_arrives(tmp_path: Path, revisi
         final = await called.message()
         assert final is not None and final["result"]["content"][0]["text"] == "hello Ann"
         await client.close()
+
+
+def subscribing(uri: str, prefix: str = "") -> dict[str, Any]:
+    return request(f"resources/{prefix}subscribe", {"uri": uri})
+
+
+async def test_process_that_starts_later_knows_what_a_session_has_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its subscriptions and its log level; also after it has forgotten the session."""
+    unwanted = "test://unwanted"
+    wanted = [f"test://{number}" for number in range(60)]  # more than an array may have
+    async with shops(tmp_path) as (a, b):
+        client = await opened(a)
+        for uri in (unwanted, *wanted):
+            assert "result" in await client.post(subscribing(uri)).json()
+        assert "result" in await at(b, client).post(subscribing(unwanted, "un")).json()
+        for level in ("info", "error"):
+            setting = request("logging/setLevel", {"level": level})
+            assert "result" in await at(b, client).post(setting).json()
+        late = Shop(tmp_path)
+        await late.asgi.open()
+        monkeypatch.setattr(sessions, "MAX_SESSIONS", 1)
+        there = at(late, client)
+        for _ in range(2):
+            called = await there.post(tool("chatter")).started()
+            said = await called.message()
+            assert said is not None and said["params"]["level"] == "error"
+            stream = await there.listen().started()
+            for uri in (unwanted, *wanted):
+                late.app.updated(uri)
+            for uri in wanted:
+                news = await stream.message()
+                assert news is not None and news["params"] == {"uri": uri}
+            await stream.close()
+            await (await opened(late)).close()  # so the first session is forgotten here
+        await client.close()
+        await late.asgi.aclose()
+
+
+async def test_settings_that_cannot_be_read_are_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session is not served without them."""
+
+    async def down(*_: Any) -> None:
+        raise LedgerDown("away")
+
+    async with shops(tmp_path) as (a, _):
+        client = await opened(a)
+        assert "result" in await client.post(subscribing("test://wanted")).json()
+        late = Shop(tmp_path)
+        await late.asgi.open()
+        there = at(late, client)
+        with monkeypatch.context() as patch:
+            patch.setattr(SqliteLedger, "marks", down)
+            assert [await status(there) for _ in range(2)] == [503, 503]
+        stream = await there.listen().started()
+        late.app.updated("test://wanted")
+        news = await stream.message()
+        assert news is not None and news["params"] == {"uri": "test://wanted"}
+        await stream.close()
+        await client.close()
+        await late.asgi.aclose()
+
+
+async def test_message_of_another_process_follows_the_settings_that_are_being_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session unsubscribes after they were read, and before they are taken."""
+    monkeypatch.setattr(others, "OVERLAP", 0.0)  # so that the late process finds no older mark
+    uri = "test://wanted"
+    read = Relay.recall
+    async with shops(tmp_path) as (a, _):
+        client = await opened(a)
+        assert "result" in await client.post(subscribing(uri)).json()
+        late = Shop(tmp_path)
+        await late.asgi.open()
+
+        async def recall(relay: Relay, session: EndedSession) -> list[str]:
+            found = await read(relay, session)
+            undone = subscribing(uri, "un")
+            place = relay._places["/mcp"]
+            place.on_message(ANONYMOUS, client.session or "", msgspec.json.encode(undone))
+            return found
+
+        monkeypatch.setattr(Relay, "recall", recall)
+        there = at(late, client)
+        stream = await there.listen().started()
+        late.app.updated(uri)
+        late.app.changed("tools")
+        news = await stream.message()
+        assert news is not None and news["method"] == "notifications/tools/list_changed"
+        await stream.close()
+        await client.close()
+        await late.asgi.aclose()
 
 
 async def test_message_that_cannot_be_kept_is_refused(

@@ -426,7 +426,8 @@ def reaching(url: str) -> Iterator[None]:
     """Explain why a ledger cannot be used. A store that cannot be reached is exit 4."""
     check_ledger(url)
     try:
-        yield
+        with _quiet("psycopg.pool"):
+            yield
     except LedgerDown as error:
         failure = failure_of(UsageError(str(error)))
         if not failure.why and not failure.next:  # otherwise the error has its own why and fix
@@ -440,6 +441,18 @@ def reaching(url: str) -> Iterator[None]:
         if isinstance(error, OtherTables):
             failure.type = "ledger_tables"
         raise failure from error
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Silence the warnings of a driver in this block: the error that follows says the same."""
+    driver = logging.getLogger(name)
+    level = driver.level
+    driver.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        driver.setLevel(level)
 
 
 def check_tables(app: App) -> None:

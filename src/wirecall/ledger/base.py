@@ -82,7 +82,7 @@ UNKNOWN_AFTER = 60.0
 
 # Characters of a message of a bus. PostgreSQL takes 7999 bytes.
 MAX_MESSAGE = 7000
-# Seconds after which a mark is only found by its name.
+# Seconds after which a mark may be found only by its name.
 MARKS_WITHIN = 3600.0
 
 
@@ -660,10 +660,14 @@ class Ledger(Protocol):
         """
         ...
 
-    async def mark(self, channel: str, mark: Mark, ttl: float) -> None:
+    async def mark(
+        self, channel: str, mark: Mark, ttl: float, listed: float = MARKS_WITHIN
+    ) -> None:
         """Keep a mark for `ttl` seconds; it replaces one of the same name.
 
         Channel and name have printable characters. Some marks that have expired are removed.
+        `marks` finds the marks of a channel for at least `listed` seconds, which is the same for
+        all of them, as long as they are kept.
         """
         ...
 
@@ -672,7 +676,7 @@ class Ledger(Protocol):
         ...
 
     async def marks(self, channel: str, within: float) -> Sequence[Mark]:
-        """Return the marks of the last `within` seconds, at most `MARKS_WITHIN`, the oldest first."""
+        """Return the marks of the last `within` seconds, the oldest first."""
         ...
 
     async def see(self, identity: bytes | None = None) -> Seen:

@@ -334,7 +334,9 @@ class MemoryLedger:
             del self._tasks[id]
         return len(due) + len(over)
 
-    async def mark(self, channel: str, mark: Mark, ttl: float) -> None:
+    async def mark(
+        self, channel: str, mark: Mark, ttl: float, listed: float = MARKS_WITHIN
+    ) -> None:
         now = self._clock()
         for place, (_, _, until) in list(self._marks.items())[:REMOVED]:
             if until <= now:
@@ -348,7 +350,7 @@ class MemoryLedger:
 
     async def marks(self, channel: str, within: float) -> Sequence[Mark]:
         now = self._clock()
-        since = now - min(within, MARKS_WITHIN)
+        since = now - within
         return [
             mark
             for (of, _), (mark, made, until) in self._marks.items()

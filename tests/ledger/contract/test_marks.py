@@ -12,7 +12,7 @@ import redis
 from tests.faults import eventually
 from tests.ledger.bus import Heard, channel_of, listening
 from tests.ledger.contract import durable_only
-from tests.servers import Store
+from tests.servers import Store, redis_key
 from wirecall.ledger.base import MAX_MESSAGE, Ledger, LedgerDown, Mark
 from wirecall.ledger.sqlite import bus as sqlite_bus
 
@@ -77,6 +77,19 @@ async def test_marks_are_asked_for_by_their_age(ledger: Ledger) -> None:
 
     await eventually(is_older)
     assert await ledger.marks("c", 60) == [Mark("old", b"1")]
+
+
+async def test_marks_are_listed_for_as_long_as_their_channel_asks(
+    store: Store, ledger: Ledger
+) -> None:
+    for name in ("a", "b"):
+        await ledger.mark("long", Mark(name, b""), 200_000, 100_000)
+        await ledger.mark("short", Mark(name, b""), 200_000)
+    assert [mark.name for mark in await ledger.marks("long", 100_000)] == ["a", "b"]
+    if store.kind in ("redis", "cluster"):  # the others list a mark as long as they keep it
+        for channel, seconds in (("long", 100_000), ("short", 3600)):
+            with redis_key(store.url, f"{{marks-{channel}}}") as (client, name):
+                assert seconds - 60 < client.ttl(name) <= seconds
 
 
 async def test_many_marks_at_once_are_all_kept(ledger: Ledger, other: Ledger) -> None:

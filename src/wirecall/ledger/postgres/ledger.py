@@ -371,7 +371,9 @@ class PostgresLedger:
                 break
         return int(changed)
 
-    async def mark(self, channel: str, mark: Mark, ttl: float) -> None:
+    async def mark(
+        self, channel: str, mark: Mark, ttl: float, listed: float = MARKS_WITHIN
+    ) -> None:
         await self._ask("mark", channel=channel, name=mark.name, content=mark.content, ttl=ttl)
 
     async def marked(self, channel: str, name: str) -> Mark | None:
@@ -379,7 +381,7 @@ class PostgresLedger:
         return Mark(name, found[0][0]) if found else None
 
     async def marks(self, channel: str, within: float) -> Sequence[Mark]:
-        found = await self._ask("marks", channel=channel, within=min(within, MARKS_WITHIN))
+        found = await self._ask("marks", channel=channel, within=within)
         return [Mark(name, content) for name, content in found]
 
     async def see(self, identity: bytes | None = None) -> Seen:

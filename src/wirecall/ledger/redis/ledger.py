@@ -702,9 +702,11 @@ class RedisLedger:
         key = self._prefix + b"rate:" + quote(name, errors="surrogatepass").encode()
         return float(await self._run_on("spend", [key], micros(cost), micros(burst))) / 1e6
 
-    async def mark(self, channel: str, mark: Mark, ttl: float) -> None:
+    async def mark(
+        self, channel: str, mark: Mark, ttl: float, listed: float = MARKS_WITHIN
+    ) -> None:
         names = [self._marks(channel), self._mark_name(channel, mark.name)]
-        terms = mark.name, mark.content, micros(ttl), micros(MARKS_WITHIN)
+        terms = mark.name, mark.content, micros(ttl), micros(listed)
         await self._run_on("mark", names, *terms)
 
     async def marked(self, channel: str, name: str) -> Mark | None:
@@ -712,10 +714,8 @@ class RedisLedger:
         return None if content is None else Mark(name, content)
 
     async def marks(self, channel: str, within: float) -> Sequence[Mark]:
-        recent = micros(min(within, MARKS_WITHIN))
-        names = [
-            name.decode() for name in await self._run_on("marks", [self._marks(channel)], recent)
-        ]
+        found = await self._run_on("marks", [self._marks(channel)], micros(within))
+        names = [name.decode() for name in found]
         if not names:
             return []
         contents = await self._ask("MGET", *(self._mark_name(channel, name) for name in names))

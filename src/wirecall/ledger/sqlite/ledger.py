@@ -302,7 +302,9 @@ class SqliteLedger:
                 break
         return changed
 
-    async def mark(self, channel: str, mark: Mark, ttl: float) -> None:
+    async def mark(
+        self, channel: str, mark: Mark, ttl: float, listed: float = MARKS_WITHIN
+    ) -> None:
         await self._running().ask(Job(partial(self._mark, channel, mark, ttl)))
 
     def _mark(self, channel: str, mark: Mark, ttl: float, db: apsw.Cursor, _: int) -> None:
@@ -320,10 +322,8 @@ class SqliteLedger:
         return await self._read(look, None)
 
     async def marks(self, channel: str, within: float) -> Sequence[Mark]:
-        recent = min(within, MARKS_WITHIN)
-
         def look(_: None, db: apsw.Cursor) -> Sequence[Mark]:
-            asked = {"channel": channel, "within": recent, "wall": self._wall()}
+            asked = {"channel": channel, "within": within, "wall": self._wall()}
             return [Mark(*row) for row in db.execute(SQL["marks"], asked)]
 
         return await self._read(look, None)

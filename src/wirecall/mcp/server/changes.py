@@ -14,15 +14,16 @@
 """
 
 import asyncio
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial
 from sys import getsizeof
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from wirecall.aio import wake
 from wirecall.errors import Busy, InvalidRequest, NotCapable
-from wirecall.mcp.types import PREFIX, TASKS
+from wirecall.mcp.types import LEVELS, PREFIX, TASKS
 from wirecall.protocol.messages import JsonObject, encode
 
 if TYPE_CHECKING:
@@ -250,6 +251,31 @@ async def unsubscribe(subscribed: Subscribed, peer: "Peer") -> object:
         if caller is not None:
             subscribed.release(caller, [peer.params.uri])
     return b"{}"
+
+
+def setting_of(method: str, params: Any, session: "Session") -> tuple[str, str, bool] | None:
+    """Return what a request sets for its session: its name, the request, and whether it is to last.
+
+    Returns None if the request will be refused.
+    """
+    if params is None:
+        return None
+    setting: JsonObject = {}
+    is_kept = True
+    if method == "logging/setLevel":
+        if params.level not in LEVELS:
+            return None
+        name = "level"
+        setting["level"] = params.level
+    else:
+        if method == "resources/unsubscribe":
+            is_kept = False
+        elif len(session.subscriptions) >= MAX_SUBSCRIPTIONS:
+            return None
+        name = f"uri-{hashlib.sha256(params.uri.encode(errors='replace')).hexdigest()[:32]}"
+        setting["uri"] = params.uri
+    request = {"jsonrpc": "2.0", "id": 0, "method": method, "params": setting}
+    return name, encode(request).decode(), is_kept
 
 
 # --- without one (2026-07-28) ---------------------------------------------------------------------

@@ -16,7 +16,7 @@ another process are passed on (`others`).
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -42,9 +42,9 @@ from wirecall.logs import logger
 from wirecall.mcp import headers
 from wirecall.mcp.revisions import REVISIONS, STATELESS, UNSTATED, Revision
 from wirecall.mcp.server import messages
-from wirecall.mcp.server.changes import forward, session_listener
+from wirecall.mcp.server.changes import forward, session_listener, setting_of
 from wirecall.mcp.server.messages import BadEnvelope, ClientAnswer, Incoming
-from wirecall.mcp.server.others import EndedSession, Place, Relay
+from wirecall.mcp.server.others import KEPT, Place, Relay
 from wirecall.mcp.server.peer import Session, described_session
 from wirecall.mcp.server.sessions import Known, Sessions
 from wirecall.mcp.server.streams import (
@@ -86,6 +86,9 @@ CANCELLED = "notifications/cancelled"
 # Requests that change the state of a session in every process.
 _FOR_ALL = frozenset({"logging/setLevel", "resources/subscribe", "resources/unsubscribe"})
 
+# Seconds that the first request of a session waits for what it has set elsewhere.
+MET_WITHIN = 1.0
+
 # Errors at 2026-07-28 that have their own HTTP status, as long as no stream has begun
 # (basic/transports/streamable-http, "Request Metadata").
 _STATUS: dict[type[RpcError], int] = {
@@ -108,9 +111,7 @@ class McpEndpoint:
         self._relay = relay
         self._path = path
         self._limits = limits
-        self.sessions = Sessions(
-            server.sealer, self._is_ended, server.extensions, server.subscribed
-        )
+        self.sessions = Sessions(server.sealer, self._meet, server.extensions, server.subscribed)
         relay.add(
             path,
             Place(
@@ -121,7 +122,7 @@ class McpEndpoint:
             ),
         )
         self.store = StreamStore(self._limits)
-        self._work: set[asyncio.Task[bytes | None]] = set()
+        self._work: set[asyncio.Task[Any]] = set()
 
     async def aclose(self, grace: float) -> None:
         """Cancel calls that still run for clients that have left.
@@ -279,7 +280,8 @@ class McpEndpoint:
                 return
             known = await self._session(request, version)
             if message.method in _FOR_ALL:
-                await self._pass_on(request)
+                await self._remember(known, message)
+                await self._pass_on(request, sets=True)
             await self._serve_one(request, known, message, params)
             return
         if isinstance(message, ClientAnswer) and _is_newer(version):
@@ -312,24 +314,56 @@ class McpEndpoint:
             sealed = self.sessions.token(request.caller, session)
             token = [(SESSION, sealed)]
             if self._relay.is_shared:  # so that its first request does not ask the ledger
-                self.sessions.trust(request.caller, sealed)
+                self.sessions.trust(request.caller, sealed).is_met = True
         await request.respond(200, answer, headers=token)
 
-    async def _pass_on(self, request: HttpRequest) -> None:
+    async def _pass_on(self, request: HttpRequest, *, sets: bool = False) -> None:
         """Send the other processes a message: they may know its call or its question."""
         data = await request.body()
         token = request.headers.get(SESSION)
         try:
-            await self._relay.pass_on(self._path, request.caller, token, data)
+            await self._relay.pass_on(self._path, request.caller, token, data, sets=sets)
         except LedgerDown as error:
             raise _unreachable("the message cannot reach the process it is for", error) from error
 
-    async def _is_ended(self, session: EndedSession) -> bool:
-        """Return whether a session that is new here has ended elsewhere."""
+    async def _remember(self, known: Known, message: Envelope) -> None:
+        """Keep a setting of a session for processes that start later."""
+        setting = setting_of(message.method, self._server.params_of(message), known.session)
+        if setting is None or known.ended is None:
+            return
+        name, content, is_kept = setting
+        # What is undone has to be known only as long as a process may have seen it.
+        lasts = known.until - self._server.sealer.clock() if is_kept else KEPT
         try:
-            return await self._relay.is_ended(session)
+            await self._relay.remember(known.ended, name, content, lasts)
         except LedgerDown as error:
-            raise _unreachable("whether the session has ended is not known", error) from error
+            raise _unreachable("the setting cannot be kept for other processes", error) from error
+
+    async def _meet(self, known: Known) -> bool:
+        """Learn what a session that is new here has set; return False if it has ended elsewhere."""
+        assert known.ended is not None
+        async with known.meeting:
+            if known.is_met:
+                return True
+            known.late = []
+            try:
+                if await self._relay.is_ended(known.ended):
+                    return False
+                settings = await self._relay.recall(known.ended)
+                if settings:
+                    work = self._start(self._take_all(known, settings))
+                    # A server behind this one may be slow to take a subscription.
+                    await asyncio.wait([work], timeout=MET_WITHIN)
+                known.is_met = True
+            except LedgerDown as error:
+                reason = "whether the session has ended is not known"
+                raise _unreachable(reason, error) from error
+            finally:
+                late = known.late
+                known.late = None
+                for data in late:
+                    self._start(self._take_read(known, data))
+        return True
 
     async def _post_array(
         self, request: HttpRequest, entries: list[Incoming], version: str | None
@@ -358,8 +392,13 @@ class McpEndpoint:
         if request.identity is not None:
             scopes = [scope for entry in entries for scope in self._server.scopes(entry)]
             self._server.permit(request.identity, scopes)
-        if any(_is_for_others(entry, known.session) for entry in entries):
-            await self._pass_on(request)
+        passed = [entry for entry in entries if _is_for_others(entry, known.session)]
+        if passed:
+            settings = [entry for entry in passed if _is_setting(entry)]
+            for entry in settings:
+                assert isinstance(entry, Envelope)
+                await self._remember(known, entry)
+            await self._pass_on(request, sets=len(settings) == len(passed))
         channel, sender = await self._open_channel(request, known)
         channel.is_eager = prefers_events(request.headers.get("accept") or "")
         work = self._answer_array(entries, known.session, channel, sender)
@@ -487,7 +526,7 @@ class McpEndpoint:
         channel.started.set()
         self.store.put(known.channels, channel)
 
-    def _start(self, work: Coroutine[Any, Any, bytes | None]) -> "asyncio.Task[bytes | None]":
+    def _start(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
         task = asyncio.get_running_loop().create_task(work)
         self._work.add(task)
         task.add_done_callback(self._work.discard)
@@ -499,11 +538,23 @@ class McpEndpoint:
             known = self.sessions.trust(caller, token)
         except HttpError:
             return
+        if known.late is not None:
+            known.late.append(data)
+        else:
+            self._start(self._take_read(known, data))
+
+    async def _take_all(self, known: Known, settings: Sequence[str]) -> None:
+        """Take the requests that have set something."""
+        for content in settings:
+            await self._take_read(known, content.encode())
+
+    async def _take_read(self, known: Known, data: bytes) -> None:
+        """Take what a session has sent to another process, in its order."""
+        sender = Sender(known.session.caller or "")
         read = messages.read(data, self._limits)
         for message in read if isinstance(read, list) else [read]:
             if isinstance(message, (Envelope, ClientAnswer)) and _may_be_for_others(message):
-                sender = Sender(caller)
-                self._start(self._server.answer(message, known.session, NoOutlet(), sender))
+                await self._server.answer(message, known.session, NoOutlet(), sender)
 
     # --- GET and DELETE ---------------------------------------------------------------------------
 
@@ -634,6 +685,11 @@ def _may_be_for_others(message: "Envelope | ClientAnswer") -> bool:
     if message.id is UNSET:
         return message.method == CANCELLED
     return message.method in _FOR_ALL
+
+
+def _is_setting(entry: Incoming) -> bool:
+    """Return whether an entry of an array sets something for its session."""
+    return isinstance(entry, Envelope) and entry.id is not UNSET and entry.method in _FOR_ALL
 
 
 def _is_for_others(entry: Incoming, session: Session) -> bool:

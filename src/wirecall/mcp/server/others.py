@@ -18,7 +18,8 @@ each message that it cannot use itself, and every other one checks whether it ca
    for marks when the bus was interrupted, and every `LOOK_EVERY` seconds while it has sessions. So
    it takes each message, if late. A message that cannot be marked is refused, and its client sends
    it again.
-4. A process that meets a session for the first time asks the ledger whether it has ended.
+4. A process that meets a session for the first time asks the ledger whether it has ended, and what
+   it has set: subscriptions and its log level are kept as long as its token is good.
 5. A session that has ended stays ended, however many others a caller ends after it. A process
    remembers those that ended while it ran, and `within` bounds them: if too many have ended, one
    entry replaces all the sessions of the caller with the most: the opening of the newest of them.
@@ -59,6 +60,8 @@ LIFETIME = 3600.0
 KEPT = 600.0
 # Seconds for which the end of a session is kept after the end of its token.
 AFTER_TOKEN = 3600.0
+# Seconds for which what a session has set is found: longer than any token is good.
+SETTINGS_WITHIN = 100_000.0
 # Changes that the bus has not taken yet.
 MAX_PENDING = 1000
 # Seconds before the next attempt to open the ledger, at first and at most.
@@ -66,6 +69,9 @@ SHORTEST = 0.1
 LONGEST = 5.0
 # Wakes the others: they look for marks.
 LOOK = "look"
+
+# Begins the name of a mark with a message that only sets something.
+SETTING = "set."
 
 # Stands for the digest of a caller in an entry for all callers.
 EVERY_CALLER = "all"
@@ -196,11 +202,19 @@ class Relay:
 
     # --- messages to the others -------------------------------------------------------------------
 
-    async def pass_on(self, path: str, caller: str, token: str | None, data: bytes) -> None:
-        """Send the others a message of a session. `LedgerDown`: it cannot reach them now."""
+    async def pass_on(
+        self, path: str, caller: str, token: str | None, data: bytes, *, sets: bool = False
+    ) -> None:
+        """Send the others a message of a session. `LedgerDown`: it cannot reach them now.
+
+        `sets`: it does nothing but set something, so it may be taken twice.
+        """
         if token is not None and self._open_ledger is not None:
             message = {"caller": caller, "session": token, "message": data.decode()}
-            await self._keep(os.urandom(12).hex(), {"at": path, **message}, KEPT)
+            name = os.urandom(12).hex()
+            if sets:
+                name = f"{SETTING}{name}"
+            await self._keep(name, {"at": path, **message}, KEPT)
 
     async def announce_end(self, path: str, session: EndedSession, lasts: float) -> None:
         """Notify the others that a session has ended, also those that start later.
@@ -210,6 +224,31 @@ class Relay:
         if self._open_ledger is not None:
             lasts = max(lasts, 0) + AFTER_TOKEN
             await self._keep(_mark_of(session), {"at": path, "ended": session}, lasts)
+
+    async def remember(self, session: EndedSession, name: str, content: str, lasts: float) -> None:
+        """Keep what a session has set, for processes that meet it later.
+
+        It replaces what has the same name. `LedgerDown`: it cannot be kept now.
+        """
+        if self._open_ledger is not None:
+            message = {"session": session.name, "set": content}
+            sealed = self._seal(message, max(lasts, LIFETIME))
+            ledger = await self._open_ledger()
+            mark = Mark(name, sealed.encode())
+            await ledger.mark(f"{self._channels[0]}-{session.id}", mark, lasts, SETTINGS_WITHIN)
+
+    async def recall(self, session: EndedSession) -> list[str]:
+        """Return what a session has set, in that order."""
+        if self._open_ledger is None:
+            return []
+        ledger = await self._open_ledger()
+        found = list[str]()
+        for channel in self._channels:
+            for mark in await ledger.marks(f"{channel}-{session.id}", SETTINGS_WITHIN):
+                message = self._opened(_text(mark))
+                if message is not None and message.get("session") == session.name:
+                    found.append(message["set"])
+        return found
 
     async def is_ended(self, session: EndedSession) -> bool:
         """Return whether another process has seen the end of a session."""
@@ -310,9 +349,16 @@ class Relay:
         """Take the marks since the last look that were not taken yet."""
         now = clock()
         for channel in self._channels:
+            is_behind = False
             for mark in await ledger.marks(channel, now - self._looked_at + OVERLAP):
+                is_setting = mark.name.startswith(SETTING)
                 if mark.name not in self._taken:
                     self._take(_text(mark))
+                    is_behind = is_behind or is_setting
+                # It came over the bus before an earlier one, or it is our own. The last one counts.
+                elif is_behind and is_setting:
+                    del self._taken[mark.name]
+                    self._take(_text(mark), is_own=True)
         # The store counts back from the moment at which it answers. So a late answer may lack the
         # oldest marks, and the next look asks for them again.
         if clock() - now < LATE:
@@ -333,10 +379,11 @@ class Relay:
         message: JsonObject = msgspec.json.decode(found.value)
         return message
 
-    def _take(self, sealed: str) -> None:
+    def _take(self, sealed: str, *, is_own: bool = False) -> None:
+        """Use a message of another process; with `is_own`, also one of this process."""
         message = self._opened(sealed)
         try:
-            if message is not None and message["by"] != self._process:
+            if message is not None and (is_own or message["by"] != self._process):
                 self._use(message)
         # A process of another version may send anything, and the next message must be read.
         except Exception as error:

@@ -82,6 +82,11 @@ class Known:
             self.id = ended.id
             self.link = f"session {ended.id}"
         self.session = session
+        # Whether this process knows what the session has set elsewhere. Messages of other processes
+        # that arrive while it asks come after what it finds.
+        self.is_met = False
+        self.meeting = asyncio.Lock()
+        self.late: list[bytes] | None = None
         # The streams of its requests by id, the oldest first.
         self.channels: dict[str, Channel] = {}
         # Channels whose readers have come back and are still connected.
@@ -136,13 +141,13 @@ class Known:
 class Sessions:
     """The sessions that this process knows.
 
-    `is_ended` returns whether another process has seen the end of one.
+    `meet` learns from the others what a session has set; it returns False if the session has ended.
     """
 
     def __init__(
         self,
         sealer: "Sealer",
-        is_ended: Callable[[EndedSession], Awaitable[bool]],
+        meet: Callable[[Known], Awaitable[bool]],
         offered: Container[str],
         subscribed: "Subscribed",
     ) -> None:
@@ -150,7 +155,7 @@ class Sessions:
         self._sealer = sealer
         # Extensions that the server has.
         self._offered = offered
-        self._is_ended = is_ended
+        self._meet = meet
         self._known: OrderedDict[str, Known] = OrderedDict()
         # Session ids by caller and token.
         self._verified: OrderedDict[tuple[str, str], str] = OrderedDict()
@@ -202,17 +207,19 @@ class Sessions:
         # takes 12.
         id = self._verified.get((caller, token), "")
         known = self._known.get(id)
-        if known is not None and known.until >= self._sealer.clock():
+        if known is not None and known.is_met and known.until >= self._sealer.clock():
             self._known.move_to_end(id)
             return known
-        found = self._open(caller, token)
-        if found.id not in self._known and await self._is_ended(_entry_of(caller, found)):
+        known = self._keep(caller, token, self._open(caller, token))
+        if not known.is_met and not await self._meet(known):
+            assert known.ended is not None
+            self.end(known.ended)
             raise _over()
-        return self._meet(caller, token, found)
+        return known
 
     def trust(self, caller: str, token: str) -> Known:
         """Return the same for a token that a process with our secret has just verified or made."""
-        return self._meet(caller, token, self._open(caller, token))
+        return self._keep(caller, token, self._open(caller, token))
 
     def _open(self, caller: str, token: str) -> "Sealed":
         # A client that gets 404 has to send `initialize` again (2025-11-25, transports, "Session
@@ -222,7 +229,7 @@ class Sessions:
             raise HttpError(404, "no such session: send initialize")
         return found
 
-    def _meet(self, caller: str, token: str, found: "Sealed") -> Known:
+    def _keep(self, caller: str, token: str, found: "Sealed") -> Known:
         id = found.id
         known = self._known.get(id)
         if known is None:
