@@ -16,6 +16,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from tests.cli import invoke, wirecall
+from tests.cli.terminals import typed
 from tests.ports import free_port
 from wirecall.cli.failures import Exit
 from wirecall.files import IS_PORTABLE
@@ -158,6 +159,22 @@ def test_watch_follows_what_comes(server: Server) -> None:
         timer.cancel()
         assert watch.wait() == 0
     assert [row["method"] for row in rows] == ["charge", "charge"]
+
+
+def test_watch_draws_a_table_on_a_terminal(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(server.folder))
+    server.call("charge", cents=1, idempotency_key="table-1")
+    server.call("charge", cents=1, idempotency_key="table-1")
+    server.call("evil\x1b[2J\u202e")
+    words = ["watch", server.url, "key:table-1,nothing", "--count", "2"]
+    code, shown = typed(server.folder, *words, lines=[])
+    assert code == 0
+    for word in ("METHOD", "OUTCOME", "CALLER", "✓", "↻", "replayed", "table-1"):
+        assert word in shown
+    assert f"shop at {server.url}" in shown
+    code, shown = typed(server.folder, "watch", server.url, "evil", "--count", "1", lines=[])
+    assert code == 0 and "error -32601" in shown
+    assert "\x1b[2J" not in shown and "\u202e" not in shown
 
 
 def test_watch_ends_quietly_when_its_reader_does(server: Server) -> None:
