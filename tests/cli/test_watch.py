@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -230,6 +231,19 @@ def test_watch_without_a_server_says_how_to_start_one(tmp_path: Path) -> None:
     shown = wirecall("watch", env={"TMPDIR": str(tmp_path)})
     assert shown.returncode == Exit.UNREACHABLE
     assert "wirecall serve app.py --console" in shown.stderr.decode()
+
+
+def test_companion_serves_the_console_if_the_port_of_metrics_is_taken(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        made = Server(folder, "--metrics", address, "--console", "--console-port", "0")
+        why = made.wait_for(r"There is no /metrics: (Cannot listen on \S+)")
+        assert why == f"Cannot listen on {address}."
+        assert made.wait_for("fix: (.*)") == "name another port: --metrics HOST:PORT"
+        url = made.wait_for(r"Console: (\S+)/#link=")
+        with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
+            assert answer.status == 200
+        made.stop()
 
 
 def test_companion_ends_with_a_server_that_is_killed(folder: Path) -> None:
