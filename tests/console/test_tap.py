@@ -202,6 +202,13 @@ async def test_tap_captures_bodies_without_secrets() -> None:
         await send(app, call(3, "price", sku="a"))
         assert len(tap.bodies) == 2
         tap.is_paused = False
+        await send(app, call(4, "charge", cents="x"))
+        *_, refused = tap.bodies
+        assert json.loads(refused.result or "") == {
+            "code": -32602,
+            "message": "Invalid params",
+            "data": {"reason": "params.cents: expected int, got str"},
+        }
         for number in range(BODIES + 5):
             await send(app, call(number, "price", sku="a"))
         assert len(tap.bodies) == BODIES

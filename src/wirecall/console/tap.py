@@ -22,6 +22,7 @@ from wirecall.console.ring import Ring, Totals
 from wirecall.errors import RpcError
 from wirecall.ledger.base import Ledger, LedgerDown
 from wirecall.logs import logger
+from wirecall.protocol.messages import failure
 from wirecall.protocol.secrets import Plan, Redactor, hidden, plan_of, text_without_named
 from wirecall.server.call import PASSED, Call, Mark, Word, clock
 from wirecall.server.tapped import More, array_of, row_id
@@ -240,7 +241,7 @@ class Tap:
             params, cut = self._shown_params(call, call.params)
         result: bytes | None = None
         if isinstance(error, RpcError):
-            result = f"{error.code} {error.message}".encode(errors="replace")
+            result = _shown_result(None, failure(None, error).error)
         elif error is None and not call.replayed:
             result = _shown_result(self._plan(call), call.result)
         self.bodies.add(number, params, result, cut=cut)
