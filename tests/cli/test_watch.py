@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from tests.cli import invoke, wirecall
+from tests.cli.terminals import typed
 from tests.ports import free_port
 from wirecall.cli.failures import Exit
 from wirecall.files import IS_PORTABLE
@@ -160,6 +162,22 @@ def test_watch_follows_what_comes(server: Server) -> None:
     assert [row["method"] for row in rows] == ["charge", "charge"]
 
 
+def test_watch_draws_a_table_on_a_terminal(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(server.folder))
+    server.call("charge", cents=1, idempotency_key="table-1")
+    server.call("charge", cents=1, idempotency_key="table-1")
+    server.call("evil\x1b[2J\u202e")
+    words = ["watch", server.url, "key:table-1,nothing", "--count", "2"]
+    code, shown = typed(server.folder, *words, lines=[])
+    assert code == 0
+    for word in ("METHOD", "OUTCOME", "CALLER", "✓", "↻", "replayed", "table-1"):
+        assert word in shown
+    assert f"shop at {server.url}" in shown
+    code, shown = typed(server.folder, "watch", server.url, "evil", "--count", "1", lines=[])
+    assert code == 0 and "error -32601" in shown
+    assert "\x1b[2J" not in shown and "\u202e" not in shown
+
+
 def test_watch_ends_quietly_when_its_reader_does(server: Server) -> None:
     server.call("who", name="a")
     line = f"{sys.executable} -m wirecall watch shop.py | head -1"
@@ -213,6 +231,19 @@ def test_watch_without_a_server_says_how_to_start_one(tmp_path: Path) -> None:
     shown = wirecall("watch", env={"TMPDIR": str(tmp_path)})
     assert shown.returncode == Exit.UNREACHABLE
     assert "wirecall serve app.py --console" in shown.stderr.decode()
+
+
+def test_companion_serves_the_console_if_the_port_of_metrics_is_taken(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        made = Server(folder, "--metrics", address, "--console", "--console-port", "0")
+        why = made.wait_for(r"There is no /metrics: (Cannot listen on \S+)")
+        assert why == f"Cannot listen on {address}."
+        assert made.wait_for("fix: (.*)") == "name another port: --metrics HOST:PORT"
+        url = made.wait_for(r"Console: (\S+)/#link=")
+        with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
+            assert answer.status == 200
+        made.stop()
 
 
 def test_companion_ends_with_a_server_that_is_killed(folder: Path) -> None:

@@ -338,7 +338,8 @@ class ScriptedSource:
         return {"state": "done", "record": made}
 
     async def methods(self) -> Any:
-        return {"methods": [await self.method(name) for name in ("price", "charge", "erase")]}
+        methods = [await self.method(name) for name in ("price", "charge", "erase")]
+        return {"methods": methods, "discover": FIRST_CALL}
 
     async def method(self, name: str) -> Any:
         hints: dict[str, Any] = {

@@ -184,3 +184,5 @@ def test_console_names_a_first_call_that_works(tmp_path: Path) -> None:
         page = read(browser, "/calls.json")
         assert page["rows"][0]["method"] == "stock"
         assert page["first_call"] is None
+        discovered = json.loads(pasted(read(browser, "/methods.json")["discover"], tmp_path))
+        assert {"price", "stock"} <= {each["name"] for each in discovered["methods"]}

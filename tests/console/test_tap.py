@@ -12,10 +12,12 @@ import pytest
 
 from tests.console.shops import call, make_app, send
 from wirecall import App
+from wirecall.console.bodies import BODIES, LONGEST_BODY, Bodies
 from wirecall.console.ring import SIZE, Ring, Totals, quantile
 from wirecall.console.rows import Seen, critical_path, phases_of, seen_of
-from wirecall.console.tap import BODIES, LONGEST_BODY, Tap
+from wirecall.console.tap import Tap
 from wirecall.errors import DependencyFailed, InvalidRequest, ReferenceInvalid
+from wirecall.protocol.secrets import text_without_named
 from wirecall.server.call import Mark, Passed
 from wirecall.server.tapped import More
 
@@ -191,18 +193,59 @@ async def test_tap_captures_bodies_without_secrets() -> None:
     async with app:
         await send(app, call(1, "charge", cents=5, card="4111", idempotency_key="k"))
         await send(app, call(2, "price", sku="x" * (LONGEST_BODY + 1)))
-        bodies = list(tap.bodies.values())
+        bodies = list(tap.bodies)
         assert json.loads(bodies[0].params or "") == {"cents": 5, "card": "***"}
         assert json.loads(bodies[0].result or "") == {"paid": 5}
-        assert "4111" not in repr(tap.bodies)
+        assert "4111" not in repr(list(tap.bodies))
         assert bodies[1].cut and len(bodies[1].params or "") < 200
         tap.is_paused = True
         await send(app, call(3, "price", sku="a"))
         assert len(tap.bodies) == 2
         tap.is_paused = False
+        await send(app, call(4, "charge", cents="x"))
+        *_, refused = tap.bodies
+        assert json.loads(refused.result or "") == {
+            "code": -32602,
+            "message": "Invalid params",
+            "data": {"reason": "params.cents: expected int, got str"},
+        }
         for number in range(BODIES + 5):
             await send(app, call(number, "price", sku="a"))
         assert len(tap.bodies) == BODIES
+
+
+async def test_tap_hides_what_is_named_like_a_secret() -> None:
+    """Without a mark at the parameter, as the tools of other servers."""
+    app, tap = make_app("bodies")
+
+    @app.query
+    async def login(user: str, password: str, options: dict[str, Any]) -> dict[str, Any]:
+        return {"user": user, "accessToken": "tok-4711", "max_tokens": 5, "has_token": True}
+
+    async with app:
+        options = {"x-api-key": "key-4711", "list": [{"clientSecret": ["sec-4711"]}], "key": "k"}
+        await send(app, call(1, "login", user="ada", password="pw-4711", options=options))
+        by_position = {**call(2, "login"), "params": ["ada", "pw-4711", {}]}
+        await send(app, by_position)
+    first, second = tap.bodies
+    assert "4711" not in repr(list(tap.bodies))
+    assert json.loads(first.params or "") == {
+        "user": "ada",
+        "password": "***",
+        "options": {"x-api-key": "***", "list": [{"clientSecret": "***"}], "key": "k"},
+    }
+    assert json.loads(first.result or "") == {
+        "user": "ada",
+        "accessToken": "***",
+        "max_tokens": 5,
+        "has_token": True,
+    }
+    assert json.loads(second.params or "") == ["ada", "***", {}]
+
+
+def test_text_without_named_reads_escaped_names() -> None:
+    assert text_without_named(b'{"\\u0070assword": "4711"}') == b'{"password":"***"}'
+    assert text_without_named(b'{"a": 1.10}') == b'{"a": 1.10}'
 
 
 async def test_tap_forgets_the_secrets_of_a_method_that_was_removed() -> None:
@@ -214,6 +257,25 @@ async def test_tap_forgets_the_secrets_of_a_method_that_was_removed() -> None:
         app.remove("charge")
         gc.collect()
         assert len(tap._redactors) == len(tap._plans) == 0
+
+
+@pytest.mark.parametrize("text", ["x", "é", "\N{GRINNING FACE}"])
+def test_bodies_take_little_memory(text: str) -> None:
+    """20 MB with content; a string with one rare character would take four times its bytes."""
+    data = json.dumps("a" * LONGEST_BODY + text, ensure_ascii=False).encode()
+    gc.collect()
+    tracemalloc.start()
+    bodies = Bodies()
+    for number in range(2 * BODIES):
+        bodies.add(number, bytes(bytearray(data)), bytes(bytearray(data)), cut=False)
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert size < 18_000_000
+    newest = bodies.get(2 * BODIES - 1)
+    assert newest is not None and newest.cut and len(newest.params or "") == LONGEST_BODY
+    assert bodies.get(0) is None
+    bodies.add(9999, b"1", None, cut=False)
+    assert len(bodies) < BODIES
 
 
 async def test_tap_keeps_no_bodies_unless_asked(shop: tuple[App, Tap]) -> None:

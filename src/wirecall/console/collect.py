@@ -28,7 +28,7 @@ from wirecall.console.rows import (
     phases_of,
     seen_of,
 )
-from wirecall.console.snippets import first_call, snippets
+from wirecall.console.snippets import discovery, first_call, snippets
 from wirecall.console.source import FeedEvent, NotFound, Refusal
 from wirecall.console.trail import Trail
 from wirecall.console.typed import message_of
@@ -439,7 +439,7 @@ class Collector:
         for method in found["methods"]:
             both = [totals[name] for name in method["rows"] if name in totals]
             described.append({**method, **figures(merged(both))})
-        return {"methods": described}
+        return {"methods": described, "discover": discovery(self.served)}
 
     async def method(self, name: str) -> JsonObject:
         """Return one method."""

@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -135,29 +136,46 @@ async def run(settings: Settings) -> None:
     await collector.open()
     opened: list[Listener | MetricsListener] = []
     try:
+        # Without one of them, the other is served.
         if settings.metrics is not None:
-            host, port = settings.metrics
-            metrics = MetricsListener(
-                collector, host, port, settings.metrics_token, shares=settings.shares
-            )
-            await metrics.open()
-            opened.append(metrics)
-            settings.served.metrics = metrics.url
-            announce(f"Metrics: {metrics.url}")
+            with _without("/metrics", "--metrics HOST:PORT"):
+                opened.append(await _open_metrics(collector, settings, *settings.metrics))
         if settings.console is not None:
-            listener = await _open_console(collector, settings, settings.console)
-            if listener is not None:
-                opened.append(listener)
-                settings.served.console = listener.url
-                announce(f"Console: {listener.link()}")
+            with _without("console", "--console-port PORT"):
+                listener = await _open_console(collector, settings, settings.console)
+                if listener is not None:
+                    opened.append(listener)
+                    settings.served.console = listener.url
+                    announce(f"Console: {listener.link()}")
         # The server may be ending already.
         with suppress(FileNotFoundError):
             describe(settings.served)
-        await closed.wait()
+        if opened:
+            await closed.wait()
     finally:
         await collector.aclose()
         for each in opened:
             await each.aclose()
+
+
+@contextmanager
+def _without(what: str, option: str) -> Iterator[None]:
+    """Say why something is not served; the calls are served nevertheless."""
+    try:
+        yield
+    except UsageError as error:
+        why = str(error).replace("use another port=", f"name another port: {option}")
+        announce(f"There is no {what}: {why}")
+
+
+async def _open_metrics(
+    collector: Collector, settings: Settings, host: str, port: int
+) -> MetricsListener:
+    metrics = MetricsListener(collector, host, port, settings.metrics_token, shares=settings.shares)
+    await metrics.open()
+    settings.served.metrics = metrics.url
+    announce(f"Metrics: {metrics.url}")
+    return metrics
 
 
 async def _open_console(

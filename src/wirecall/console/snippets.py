@@ -72,16 +72,24 @@ def snippets(served: Served, row: JsonObject, params: str | None) -> JsonObject:
     return found
 
 
-def first_call(served: Served, methods: list[JsonObject]) -> str | None:
-    """Return a call for the beginning: one that reads, and needs no params."""
+def discovery(served: Served) -> str | None:
+    """Return how to read the OpenRPC document of a server."""
     if not served.address.startswith(REACHED):
         return None
+    return shlex.join(["wirecall", "call", served.address, "rpc.discover"])
+
+
+def first_call(served: Served, methods: list[JsonObject]) -> str | None:
+    """Return a call for the beginning: one that reads, and needs no params."""
     names = (
         str(each["name"])
         for each in methods
         if each["rpc"] and each["kind"] == "query" and not each["params"].get("required")
     )
-    return shlex.join(["wirecall", "call", served.address, next(names, "rpc.discover")])
+    name = next(names, None)
+    if name is None or not served.address.startswith(REACHED):
+        return discovery(served)
+    return shlex.join(["wirecall", "call", served.address, name])
 
 
 def _command_line(

@@ -16,12 +16,14 @@ from weakref import WeakKeyDictionary
 import msgspec
 from msgspec import UNSET, Raw, Struct
 
+from wirecall.console.bodies import LONGEST_BODY, Bodies
 from wirecall.console.lines import LogLines
 from wirecall.console.ring import Ring, Totals
 from wirecall.errors import RpcError
 from wirecall.ledger.base import Ledger, LedgerDown
 from wirecall.logs import logger
-from wirecall.protocol.secrets import Plan, Redactor, hidden, plan_of
+from wirecall.protocol.messages import failure
+from wirecall.protocol.secrets import Plan, Redactor, hidden, plan_of, text_without_named
 from wirecall.server.call import PASSED, Call, Mark, Word, clock
 from wirecall.server.tapped import More, array_of, row_id
 
@@ -32,9 +34,6 @@ if TYPE_CHECKING:
 
 Capture = Literal["facts", "bodies"]
 
-# Bodies that a process keeps, and the bytes of each.
-BODIES = 256
-LONGEST_BODY = 65_536
 # Batches with references whose plans are kept.
 PLANS = 256
 # Seconds between two readings of the ring.
@@ -61,15 +60,6 @@ class Trip(Struct):
     number: int = 0
     failed: int = 0
     seconds: float = 0.0
-
-
-class Body(Struct, frozen=True, gc=False):
-    """The params and the result of one call, as JSON text without secrets."""
-
-    params: str | None
-    result: str | None
-    # One of them was longer than is kept.
-    cut: bool = False
 
 
 class Tap:
@@ -99,7 +89,7 @@ class Tap:
         self.note = self.ring.note
         self.note_bundle = self.ring.note_bundle
         self.totals = Totals(self.ring)
-        self.bodies: OrderedDict[int, Body] = OrderedDict()
+        self.bodies = Bodies()
         # By number of the batch: the positions that each entry waits for.
         self.plans: OrderedDict[int, dict[int, tuple[int, ...]]] = OrderedDict()
         self.trips: dict[str, Trip] = {}
@@ -246,19 +236,15 @@ class Tap:
     def _keep_body(self, number: int, call: Call, error: BaseException | None) -> None:
         """Keep the params and the result of a call, without secrets."""
         cut = False
-        params: str | None = None
+        params: bytes | None = None
         if call.params is not UNSET:
-            params, is_cut = self._shown_params(call, call.params)
-            cut = is_cut
-        result: str | None = None
+            params, cut = self._shown_params(call, call.params)
+        result: bytes | None = None
         if isinstance(error, RpcError):
-            result = f"{error.code} {error.message}"
+            result = _shown_result(None, failure(None, error).error)
         elif error is None and not call.replayed:
-            result, is_cut = _shown_result(self._plan(call), call.result)
-            cut = cut or is_cut
-        self.bodies[number] = Body(params, result, cut)
-        if len(self.bodies) > BODIES:
-            self.bodies.popitem(last=False)
+            result = _shown_result(self._plan(call), call.result)
+        self.bodies.add(number, params, result, cut=cut)
 
     def _plan(self, call: Call) -> Plan:
         """Return what is secret in the results of a method."""
@@ -267,29 +253,30 @@ class Tap:
             self._plans[method] = plan_of(method.signature.returns, {})
         return self._plans[method]
 
-    def _shown_params(self, call: Call, params: Raw) -> tuple[str, bool]:
+    def _shown_params(self, call: Call, params: Raw) -> tuple[bytes, bool]:
+        """Return params as JSON text without secrets, and whether they are too long for it."""
         if len(params) > LONGEST_BODY:
             # Not cut: a part of the text cannot be searched for secrets.
-            return f"{len(params)} bytes, more than are kept", True
+            return b"%d bytes, more than are kept" % len(params), True
         redactor = self._redactors.get(call.method)
         if redactor is None:
-            redactor = Redactor(call.method.signature, LONGEST_BODY)
+            redactor = Redactor(call.method.signature, LONGEST_BODY, by_name=True)
             self._redactors[call.method] = redactor
         try:
-            return redactor(params).decode(), False
+            return redactor(params), False
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return "not readable", True
+            return b"not readable", True
 
 
-def _shown_result(plan: Plan, result: object) -> tuple[str | None, bool]:
-    """Return the beginning of a result as JSON text without secrets, and whether it was cut."""
+def _shown_result(plan: Plan, result: object) -> bytes | None:
+    """Return a result as JSON text without secrets."""
     try:
         data = bytes(result) if isinstance(result, Raw) else msgspec.json.encode(result)
         if plan is not None:
             data = msgspec.json.encode(hidden(plan, msgspec.json.decode(data)))
-    except (TypeError, ValueError, msgspec.EncodeError):
-        return None, False
-    return data[:LONGEST_BODY].decode(errors="replace"), len(data) > LONGEST_BODY
+        return text_without_named(data)
+    except (TypeError, ValueError, RecursionError, msgspec.MsgspecError):
+        return None
 
 
 def _ran(call: Call, outcome: Word, error: BaseException | None) -> Literal["yes", "no", "unknown"]:

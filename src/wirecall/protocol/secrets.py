@@ -4,8 +4,12 @@ A plan is made once, when a method with `record_params=True` is registered. It f
 the parameters into structs, dataclasses, typed dicts and models. A member whose annotation contains
 `Secret` is hidden as a whole. Where a value could belong to several plans, too much is hidden
 rather than too little.
+
+What the console captures has one more rule, because a signature may not mark its secrets, and those
+of other servers cannot: a member whose name says that it is secret is hidden too (`says_secret`).
 """
 
+import re
 import typing
 from collections.abc import Mapping
 from typing import Any, TypeAlias
@@ -19,6 +23,51 @@ HIDDEN = "***"
 
 # Members that are not arguments of the function.
 OUTSIDE = ("idempotency_key", "idempotencyKey", "_meta")
+
+
+# `max_tokens` and `token_count` are numbers that a person wants to see.
+_SAYS_SECRET = re.compile(
+    r"(?i)(?:passwords?|passwd|passphrase|secrets?|token|credentials?|authorization|cookies?|cv[vc]"
+    r"|(?:api|access|private|signing|encryption)[_-]?keys?)$"
+)
+# Quick to find: most results are not decoded for it. A name may be written with escapes.
+_MAY_SAY = re.compile(
+    rb'(?i)(?:passwords?|passwd|phrase|secrets?|token|credentials?|ation|cookies?|cv[vc]|keys?)"|\\u'
+)
+
+
+def says_secret(name: str) -> bool:
+    """Return whether the name of a member says that its value is secret.
+
+    >>> [says_secret(name) for name in ("clientSecret", "api_key", "max_tokens", "key")]
+    [True, True, False, False]
+    """
+    return _SAYS_SECRET.search(name) is not None
+
+
+def without_named(value: Any) -> Any:
+    """Return JSON without the values of members whose names say that they are secret."""
+    if isinstance(value, list):
+        return [without_named(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: HIDDEN if _is_hidden(name, each) else without_named(each)
+        for name, each in value.items()
+    }
+
+
+def text_without_named(data: bytes) -> bytes:
+    """Return JSON text without the values of members whose names say that they are secret."""
+    if not _MAY_SAY.search(data):
+        return data
+    return msgspec.json.encode(without_named(msgspec.json.decode(data)))
+
+
+def _is_hidden(name: str, value: object) -> bool:
+    # These say only whether there is one.
+    is_shown = value is None or isinstance(value, bool)
+    return not is_shown and says_secret(name)
 
 
 class Secret(Struct, frozen=True):
@@ -38,14 +87,18 @@ Plan: TypeAlias = "bool | dict[str, Plan] | None"
 
 
 class Redactor:
-    """The params of one method, as its records show them."""
+    """The params of one method, as its records show them.
 
-    def __init__(self, signature: Signature, most: int) -> None:
+    With `by_name`, members are hidden also if their names say that they are secret.
+    """
+
+    def __init__(self, signature: Signature, most: int, *, by_name: bool = False) -> None:
         # Bytes.
         self._most = most
+        self._by_names = by_name
         known: dict[object, dict[str, Plan]] = {}
         self._plans = [
-            (each.name, plan_of(each.type, known))
+            (each.name, (by_name and says_secret(each.name)) or plan_of(each.type, known))
             for each in signature.parameters
             if each.kind != "rest"
         ]
@@ -61,9 +114,14 @@ class Redactor:
         if len(params) > self._most:
             return msgspec.json.encode(f"{len(params)} bytes, more than max_stored_result")
         value = msgspec.json.decode(params)
+        shown: Any
         if isinstance(value, dict):
-            return msgspec.json.encode(self._by_name(value))
-        return msgspec.json.encode(self._by_position(value))
+            shown = self._by_name(value)
+        else:
+            shown = self._by_position(value)
+        if self._by_names:
+            shown = without_named(shown)
+        return msgspec.json.encode(shown)
 
     def _by_name(self, members: dict[str, Any]) -> dict[str, Any]:
         plans = dict(self._plans)

@@ -6,7 +6,7 @@ import { changed, go } from "../route.js";
 import { role } from "../session.js";
 import { signal } from "../store.js";
 import { duration, number, percent, short, visible } from "../text.js";
-import { empty, icon, loaded } from "../ui.js";
+import { command, empty, icon, loaded } from "../ui.js";
 
 /**
  * @param {import("../route.js").Route} route
@@ -32,6 +32,7 @@ export function open(route) {
       <p class="facts">${number(fits.length)} of ${number(data.methods.length)}
         <span>A dashed badge: the method does not say it, so callers assume the worst.</span></p>
       ${data.methods.length ? html`<section aria-label="Methods">${fits.map(line)}</section>` : nobody()}
+      ${data.discover && data.methods.length ? html`<p>All of it as OpenRPC:</p>${command(data.discover)}` : nothing}
     `;
   }
 

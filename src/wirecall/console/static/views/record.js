@@ -108,7 +108,7 @@ export function open(route) {
           <textarea id="result" name="result" spellcheck="false" placeholder="null"></textarea>
           ${data.returns ? html`<small>It must fit: <code>${short(JSON.stringify(data.returns), 300)}</code></small>` : nothing}</div>` : nothing}
         <div class="field"><label for="reason">Reason</label>
-          <textarea id="reason" name="reason" required minlength="10" maxlength="500" placeholder="How do you know? 10 to 500 characters"></textarea></div>
+          <textarea id="reason" class="prose" name="reason" required minlength="10" maxlength="500" placeholder="How do you know? 10 to 500 characters"></textarea></div>
         <div class="field"><label for="tail">The last ${tail.length} characters of the key</label>
           <input id="tail" name="tail" required autocomplete="off" spellcheck="false" maxlength="6">
           <small>The key: <code>${visible(data.key)}</code></small></div>
@@ -165,13 +165,19 @@ function choice(value, word, after, verdict) {
 }
 
 /** @param {any} data */
+function committed(data) {
+  if (!data.committed) return "no: it has done nothing";
+  return ["running", "unknown"].includes(data.now ?? data.state) ? "yes: it may have taken effect" : "yes";
+}
+
+/** @param {any} data */
 function facts(data) {
   return html`<dl>
     <dt>Caller</dt><dd class="name">${data.caller ? visible(data.caller) : "anonymous"}</dd>
     <dt>Method</dt><dd class="name">${visible(data.method)}</dd>
     <dt>Key</dt><dd class="name">${visible(data.key)}</dd>
     <dt>Attempts</dt><dd>${data.attempts}</dd>
-    <dt>Committed</dt><dd>${data.committed ? "yes: it may have taken effect" : "no: it has done nothing"}</dd>
+    <dt>Committed</dt><dd>${committed(data)}</dd>
     <dt>Began</dt><dd>${time(data.started_at, true)}</dd>
     <dt>Ended</dt><dd>${time(data.completed_at, true)}</dd>
     <dt>Lease</dt><dd>${data.lease_left_s > 0 ? `${age(data.lease_left_s)} more` : "over"}</dd>
