@@ -1,13 +1,16 @@
 """The package: its files, what an index shows of it, and the workflows that test and publish it."""
 
+import ast
 import re
 import subprocess
 import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from email.message import Message
 from email.parser import Parser
+from importlib import metadata as distributions
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,6 +18,8 @@ from xml.etree import ElementTree
 
 import pytest
 import yaml  # type: ignore[import-untyped]
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 pytest_plugins = ["pytester"]
 
@@ -102,6 +107,48 @@ def test_package_names_every_python_that_is_tested() -> None:
     jobs = workflow("ci")["jobs"]
     assert jobs["posix"]["strategy"]["matrix"]["python"] == PYTHONS
     assert jobs["windows"]["strategy"]["matrix"]["python"] == PYTHONS
+
+
+def test_package_states_what_tests_import_on_every_python() -> None:
+    """A library that comes only with one that a Python lacks is missing there."""
+    groups = PROJECT["dependency-groups"]
+    wanted = [*PROJECT["project"]["dependencies"], *groups["test"], *groups["bench"]]
+    for extra in PROJECT["project"]["optional-dependencies"].values():
+        wanted += extra
+    found: set[str] = set()
+    newest = {"python_version": PYTHONS[-1], "python_full_version": f"{PYTHONS[-1]}.0"}
+    waiting = [(Requirement(line), "") for line in wanted]
+    while waiting:
+        requirement, extra = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        if requirement.marker and not requirement.marker.evaluate({**newest, "extra": extra}):
+            continue
+        extras = {"", *requirement.extras}
+        if name in found and extras == {""}:
+            continue
+        found.add(name)
+        with suppress(distributions.PackageNotFoundError):
+            for line in distributions.requires(name) or ():
+                waiting += [(Requirement(line), each) for each in extras]
+    # Tests of these are skipped where they are missing.
+    optional = {canonicalize_name(Requirement(line).name) for line in wanted} - found
+    provided = distributions.packages_distributions()
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for module in imported(path):
+            names = {canonicalize_name(each) for each in provided.get(module, ())}
+            if names and not names & optional:
+                assert names & found, f"{path}: {module} is in none of the groups"
+
+
+def imported(path: Path) -> set[str]:
+    """Return the names of the packages that a module imports when it is loaded."""
+    names: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    return names
 
 
 def test_package_checks_run_before_anything_lands() -> None:

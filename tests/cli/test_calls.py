@@ -420,10 +420,31 @@ def test_call_saves_images_and_resources(limited: str, tmp_path: Path) -> None:
     assert logo.read_bytes() == b"logo"
 
 
+@pytest.mark.parametrize("protocol", ["rpc", "mcp"])
+def test_call_saves_bytes_under_any_name_and_at_any_place(protocol: str, tmp_path: Path) -> None:
+    app = tmp_path / "pages.py"
+    app.write_text(
+        "from wirecall import App\n"
+        "app = App('pages')\n"
+        "@app.query\n"
+        "def named() -> dict[str, bytes]:\n"
+        "    return {'a': b'one', 'b': b'2'}\n"
+        "@app.query\n"
+        "def placed() -> tuple[str, bytes]:\n"
+        "    return ('cGxhaW4=', b'three')\n"
+    )
+    words = (str(app), "--as", protocol, "--save", str(tmp_path / "page"))
+    assert "page-2  1 byte\n" in invoke("call", words[0], "named", *words[1:]).stderr
+    assert (tmp_path / "page-1").read_bytes() == b"one"
+    assert (tmp_path / "page-2").read_bytes() == b"2"
+    invoke("call", words[0], "placed", *words[1:])
+    assert (tmp_path / "page").read_bytes() == b"three"
+
+
 def test_call_that_cannot_save_says_why(limited: str, tmp_path: Path) -> None:
     file = str(tmp_path / "price.bin")
     nothing = invoke("call", SHOP, "price", "sku=tea", "--save", file)
-    assert nothing.exit_code != 0
+    assert nothing.exit_code == Exit.FAULT  # the call was made: its usage was right
     assert "450" in nothing.stdout
     assert "There is nothing to save." in nothing.stderr
     for wrong in (str(tmp_path), str(tmp_path / "none" / "a.bin")):

@@ -201,6 +201,17 @@ def test_app_that_cannot_be_loaded_says_where(project: Path, words: list[str], t
     assert "Traceback" not in done.stderr.decode()
 
 
+def test_app_in_the_folder_src_that_is_not_installed_is_named_by_its_file(project: Path) -> None:
+    (project / "src").mkdir()
+    (project / "acme").rename(project / "src" / "acme")
+    done = run("list", "acme.shop:app", cwd=project)
+    assert done.returncode == Exit.USAGE
+    words = done.stderr.decode()
+    assert "There is no module acme.\n  why: it is in the folder src" in words
+    named = words.partition("or name the file: ")[2].partition(";")[0].strip()
+    assert run("list", named, cwd=project).returncode == 0
+
+
 @pytest.mark.parametrize(
     ("flags", "variables"), [(["--traceback"], {}), ([], {"WIRECALL_TRACEBACK": "1"})]
 )

@@ -553,7 +553,7 @@ def test_server_that_requires_authentication(slow: str, protocol: str) -> None:
         words = ["call", address, "secret", "--as", protocol]
         run = invoke(*words)
         assert run.exit_code == Exit.AUTH
-        assert "--header" in run.stderr
+        assert f"next: wirecall login {address}, or --header" in run.stderr
         assert invoke(*words, "--header", "Authorization: Bearer s3cret").stdout == "42\n"
 
 

@@ -455,6 +455,8 @@ def test_many_processes_write_one_chain(trail: Path, portable: bool) -> None:
     assert sorted(line["id"] for line in lines(trail)) == list(range(200))
 
 
+# Python 3.12 and later warn of a fork while other threads run. The copies here take no lock of theirs.
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_forked_process_writes_to_the_same_chain(trail: Path) -> None:
     """After a fork both have the same open file, and with it the same lock."""
     audit = Audit(str(trail))

@@ -9,6 +9,7 @@ code, or None for 0. All errors reach `Verbs.main`, which prints them in three l
 
 import io
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -134,9 +135,18 @@ class Verbs(click.Group):
             failure = failure_of(error)
             # The rest is the command line of a server.
             own = words[: words.index("--")] if "--" in words else words
+            failure.next = _with_address(failure.next, own)
             print_failure(failure, "--json" in own)
             code = failure.exit
         sys.exit(code if isinstance(code, int) else Exit.DONE)
+
+
+def _with_address(step: str, words: list[str]) -> str:
+    """Return the next step with the address of the server that the command line names."""
+    for word in words:
+        if word.startswith(("http://", "https://")):
+            return step.replace("wirecall login URL", f"wirecall login {shlex.quote(word)}")
+    return step
 
 
 def _without_traceback(words: list[str]) -> list[str]:

@@ -229,7 +229,7 @@ def _run(text: str, work: Callable[[], T]) -> T:
 def _not_loaded(text: str, error: BaseException) -> CliError:
     """Return the error of code that cannot be loaded."""
     if isinstance(error, ModuleNotFoundError) and _is_missing(text, error):
-        return _no_module(str(error.name))
+        return _no_module(str(error.name), text)
     place = _place_of(text, error)
     why = f"{type(error).__name__}: {error}"
     next_step = "correct the file and try again"
@@ -259,8 +259,13 @@ def _is_missing(text: str, error: ModuleNotFoundError) -> bool:
     return is_part and not any(_is_own(text, Path(path)) for path, _ in _frames(error))
 
 
-def _no_module(missing: str) -> CliError:
+def _no_module(missing: str, text: str) -> CliError:
     parent, _, last = missing.rpartition(".")
+    file = Path("src", *text.split(".")).with_suffix(".py")
+    if file.is_file():
+        why = "it is in the folder src, where Python looks only if the project is installed"
+        next_step = f"pip install --editable . or name the file: {file}"
+        return CliError(f"There is no module {missing}.", why, next_step, type="target")
     places = [Path.cwd()]
     if parent:
         places = [Path(each) for each in getattr(sys.modules.get(parent), "__path__", [])]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from wirecall.cli.arguments import branches, resolved
-from wirecall.cli.failures import CliError
+from wirecall.cli.failures import CliError, Exit
 from wirecall.cli.terminal import Printer, result_of
 from wirecall.contract.lock import members
 from wirecall.protocol.messages import JsonObject
@@ -31,6 +31,7 @@ def save(out: Printer, path: str, found: list[bytes]) -> None:
             "There is nothing to save.",
             "the result has no image, sound or bytes, and it was printed",
             "drop --save",
+            exit=Exit.FAULT,
             ran="yes",
         )
     first = Path(path)
@@ -42,9 +43,15 @@ def save(out: Printer, path: str, found: list[bytes]) -> None:
             file.write_bytes(data)
         except OSError as error:
             raise CliError(
-                f"{file} cannot be written.", error.strerror or str(error), ran="yes"
+                f"{file} cannot be written.",
+                error.strerror or str(error),
+                exit=Exit.FAULT,
+                ran="yes",
             ) from None
-        out.note(f"{file}  {len(data)} bytes", "ok")
+        unit = "bytes"
+        if len(data) == 1:
+            unit = "byte"
+        out.note(f"{file}  {len(data)} {unit}", "ok")
 
 
 def binaries(value: Any, output: JsonObject | None) -> list[bytes]:
@@ -76,9 +83,15 @@ def _decoded(value: Any, schema: Any, root: JsonObject) -> Iterator[bytes]:
         except (binascii.Error, ValueError):
             return
     elif isinstance(value, dict):
-        for name, member in members(found).items():
+        declared = members(found)
+        others = found.get("additionalProperties")
+        for name in (*declared, *(name for name in value if name not in declared)):
             if name in value:
-                yield from _decoded(value[name], member, root)
+                yield from _decoded(value[name], declared.get(name, others), root)
     elif isinstance(value, list):
-        for each in value:
-            yield from _decoded(each, found.get("items"), root)
+        first = found.get("prefixItems", ())
+        for index, each in enumerate(value):
+            member = found.get("items")
+            if index < len(first):
+                member = first[index]
+            yield from _decoded(each, member, root)
