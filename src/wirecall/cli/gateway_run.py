@@ -7,6 +7,7 @@ import click
 import msgspec
 
 from wirecall.cli.failures import CliError, Exit, Unreachable, failure_of
+from wirecall.cli.targets import header_option, http_client
 from wirecall.cli.terminal import Printer, count_of, json_option
 from wirecall.cli.watching import Watching, settings_in_force, watching_options
 from wirecall.config import FILE_VARIABLE, check_config, load_config
@@ -112,22 +113,37 @@ def check_command(out: Printer) -> Exit | None:
 
 @click.command("status")
 @_ADDRESS
+@header_option
 @json_option
-def status_command(http: str | None, out: Printer) -> None:
-    """Show the state of each upstream of the gateway that runs."""
-    from wirecall.transports.http_client import HttpClient
+def status_command(http: str | None, headers: dict[str, str], out: Printer) -> None:
+    """Show the state of each upstream of the gateway that runs.
 
+    With [auth], it uses the login of `wirecall login http://HOST:PORT/mcp`.
+    """
     address = http or load_config().get("gateway.http")
     url = f"http://{address}/status"
+    login = f"http://{address}/mcp"
 
     async def ask() -> Any:
-        client = HttpClient(url)
+        client = await http_client(url, headers, login=login)
         await client.open()
         try:
             async with asyncio.timeout(STATUS_TIME), client.request("GET") as answer:
                 body = await answer.read()
+                if answer.status in (401, 403):
+                    raise CliError(
+                        "The gateway asks for credentials.",
+                        f"{url} answered with HTTP {answer.status}",
+                        f"wirecall login {login}, or --header 'Authorization: Bearer ...'",
+                        exit=Exit.AUTH,
+                        type="unauthorized",
+                    )
                 if answer.status != 200:
-                    raise CliError(f"{url} answered with HTTP {answer.status}.", "", "")
+                    raise CliError(
+                        f"There is no gateway at {url}.",
+                        f"it answered with HTTP {answer.status}",
+                        "name the address of the gateway: --http HOST:PORT",
+                    )
                 return msgspec.json.decode(body)
         except (CallFailed, TimeoutError) as error:
             raise Unreachable(

@@ -647,7 +647,7 @@ class Gateway(App):
         unknown = await self._unknown()
         found = self.states()
         for name, upstream in self.upstreams.items():
-            # `/status` asks for no login, and a server may print anything.
+            # `/status` asks for no login on loopback, and a server may print anything.
             del found[name]["stderr"]
             place = f":{upstream.origin.label}/"
             found[name]["unknown"] = sum(place in method for method in unknown)
