@@ -667,6 +667,23 @@ def test_gateway_status_without_a_gateway_says_so(tmp_path: Path, has_file: bool
     assert "why: the server cannot be reached: 127.0.0.1:9: Connection refused" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("verb", "address", "words"),
+    [
+        ("run", "8430", "'8430' is not an address to serve."),
+        ("run", "localhost:99999", "'localhost:99999' is not an address to serve."),
+        ("status", "8430", "'8430' is not an address to serve."),
+        ("run", "0.0.0.0:8430", "--http: other machines reach 0.0.0.0:8430"),
+    ],
+)
+def test_gateway_refuses_an_address_that_it_cannot_serve(
+    tmp_path: Path, verb: str, address: str, words: str
+) -> None:
+    """Section 8: an address that is not loopback needs `[auth]`, in the file and as an option."""
+    done = run(configured(tmp_path), verb, "--http", address)
+    assert done.returncode == 2 and words in done.stderr
+
+
 @pytest.mark.parametrize("verb", ["run", "check"])
 def test_gateway_in_a_folder_without_settings_says_so(tmp_path: Path, verb: str) -> None:
     done = run(tmp_path, verb)

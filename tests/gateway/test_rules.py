@@ -13,6 +13,7 @@ from tests.client.conftest import nothing_is_left as nothing_is_left
 from tests.client.peers import until
 from tests.gateway.bench import Bench
 from tests.gateway.fronts import counter, effects, introduction, message_of
+from wirecall.cli.gateway_run import _reachable
 from wirecall.gateway import ToolSettings, UpstreamSettings
 from wirecall.server.identity import Identity
 
@@ -205,3 +206,13 @@ async def test_status_asks_for_a_login_where_callers_have_one(tmp_path: Path) ->
         header = "Authorization: Bearer token-of-ann"
         code, said = await run(*words, "--header", header)
         assert code == 0 and "password of the database" in said
+
+
+@pytest.mark.parametrize(
+    ("stated", "asked"),
+    [("0.0.0.0", "127.0.0.1"), ("[::]", "[::1]"), ("127.0.0.1", "127.0.0.1"), ("host", "host")],
+)
+def test_status_asks_this_machine_for_a_gateway_that_serves_all_addresses(
+    stated: str, asked: str
+) -> None:
+    assert _reachable(f"{stated}:8430") == f"{asked}:8430"

@@ -10,7 +10,7 @@ from wirecall.cli.failures import CliError, Exit, Unreachable, failure_of
 from wirecall.cli.targets import header_option, http_client
 from wirecall.cli.terminal import Printer, count_of, json_option
 from wirecall.cli.watching import Watching, settings_in_force, watching_options
-from wirecall.config import FILE_VARIABLE, check_config, load_config
+from wirecall.config import FILE_VARIABLE, SETTINGS, check_config, load_config
 from wirecall.errors import CallFailed, UsageError
 from wirecall.gateway.settings import GatewaySettings, load_settings
 
@@ -19,10 +19,21 @@ _ADDRESS = click.option("--http", metavar="HOST:PORT", help="The address. [defau
 STATUS_TIME = 5.0
 
 
+def _checked(http: str) -> str:
+    """Return the address of `--http`, or refuse it."""
+    setting = SETTINGS["gateway.http"]
+    try:
+        setting.read(http)
+    except (msgspec.ValidationError, UsageError, ValueError):
+        what = f"{http!r} is not an address to serve."
+        raise CliError(what, f"expected {setting.expected}", "--http 127.0.0.1:8430") from None
+    return http
+
+
 def _settings(http: str | None = None) -> GatewaySettings:
     flags: dict[str, Any] = {}
     if http is not None:
-        flags["gateway.http"] = http
+        flags["gateway.http"] = _checked(http)
     config, problems = check_config()
     if config.path is None and not problems:
         raise CliError(
@@ -111,6 +122,13 @@ def check_command(out: Printer) -> Exit | None:
     return Exit.FOUND if plan.findings else None
 
 
+def _reachable(address: str) -> str:
+    """Return an address to ask: a gateway that serves all addresses of a machine serves this one."""
+    host, _, port = address.rpartition(":")
+    own = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
+    return f"{own}:{port}"
+
+
 @click.command("status")
 @_ADDRESS
 @header_option
@@ -120,9 +138,11 @@ def status_command(http: str | None, headers: dict[str, str], out: Printer) -> N
 
     With [auth], it uses the login of `wirecall login http://HOST:PORT/mcp`.
     """
-    address = http or load_config().get("gateway.http")
+    config = load_config()
+    address = _reachable(_checked(http) if http else config.get("gateway.http"))
     url = f"http://{address}/status"
-    login = f"http://{address}/mcp"
+    # Tokens are for the resource that the gateway says it is.
+    login = config.get("auth.resource") or f"http://{address}/mcp"
 
     async def ask() -> Any:
         client = await http_client(url, headers, login=login)
