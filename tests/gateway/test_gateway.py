@@ -159,6 +159,22 @@ async def test_gateway_session_outlives_the_gateway(tmp_path: Path) -> None:
     assert secret.stat().st_mode & 0o077 == 0
 
 
+async def test_gateway_shares_the_secret_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """X21: two gateways with two ledgers serve each other's sessions."""
+    monkeypatch.setenv("WIRECALL_SECRET", "a secret of two gateways, long enough for both")
+    hello = message_of("initialize", introduction(), 1)
+    look = message_of("tools/call", {"name": "look"}, 2)
+    for ledger in ("one.db", "two.db"):
+        async with Bench(tmp_path, ledger=f"sqlite:{tmp_path / ledger}").serving() as bench:
+            if ledger == "one.db":
+                _, session = await bench.post("/mcp/bank", hello)
+            answer, _ = await bench.post("/mcp/bank", look, session)
+            assert "result" in answer
+    assert not [*tmp_path.glob("*.secret")]
+
+
 # --- one effect -----------------------------------------------------------------------------------
 
 

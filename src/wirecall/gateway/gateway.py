@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Raw
 
-from wirecall.app import GRACE, App
+from wirecall.app import GRACE, SECRET_VARIABLE, App
 from wirecall.client.delivery import Clock
 from wirecall.errors import CallFailed, NotSent, RpcError, UpstreamUnavailable
 from wirecall.files import replace_file
@@ -746,8 +746,11 @@ async def _closed_when_quiet(opening: "asyncio.Task[UpstreamSession]") -> None:
 def _secret_beside(ledger: str) -> str | None:
     """Return the secret of the sessions, which is kept in a file beside the ledger.
 
-    Sessions of clients continue after a restart.
+    Sessions of clients continue after a restart. A secret of the environment comes first: several
+    gateways may share it.
     """
+    if os.environ.get(SECRET_VARIABLE):
+        return None
     scheme, _, path = ledger.partition(":")
     if scheme != "sqlite" or not path:
         return None
