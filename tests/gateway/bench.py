@@ -37,6 +37,8 @@ class Bench:
         upstreams += options.pop("more", [])
         ledger = options.pop("ledger", f"sqlite:{folder / 'ledger.db'}")
         clock = options.pop("clock", REAL)
+        if options.pop("prefixes", False):
+            options["names"] = "prefix"
         settings = GatewaySettings(upstreams, ledger=ledger, **options)
         self.gateway = Gateway(settings, clock=clock)
         self.url = ""

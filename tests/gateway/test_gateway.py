@@ -159,6 +159,22 @@ async def test_gateway_session_outlives_the_gateway(tmp_path: Path) -> None:
     assert secret.stat().st_mode & 0o077 == 0
 
 
+async def test_gateway_shares_the_secret_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """X21: two gateways with two ledgers serve each other's sessions."""
+    monkeypatch.setenv("WIRECALL_SECRET", "a secret of two gateways, long enough for both")
+    hello = message_of("initialize", introduction(), 1)
+    look = message_of("tools/call", {"name": "look"}, 2)
+    for ledger in ("one.db", "two.db"):
+        async with Bench(tmp_path, ledger=f"sqlite:{tmp_path / ledger}").serving() as bench:
+            if ledger == "one.db":
+                _, session = await bench.post("/mcp/bank", hello)
+            answer, _ = await bench.post("/mcp/bank", look, session)
+            assert "result" in answer
+    assert not [*tmp_path.glob("*.secret")]
+
+
 # --- one effect -----------------------------------------------------------------------------------
 
 
@@ -665,6 +681,23 @@ def test_gateway_status_without_a_gateway_says_so(tmp_path: Path, has_file: bool
     done = run(folder, "status", "--http", "127.0.0.1:9")
     assert done.returncode == 4 and "No gateway answers" in done.stderr
     assert "why: the server cannot be reached: 127.0.0.1:9: Connection refused" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("verb", "address", "words"),
+    [
+        ("run", "8430", "'8430' is not an address to serve."),
+        ("run", "localhost:99999", "'localhost:99999' is not an address to serve."),
+        ("status", "8430", "'8430' is not an address to serve."),
+        ("run", "0.0.0.0:8430", "--http: other machines reach 0.0.0.0:8430"),
+    ],
+)
+def test_gateway_refuses_an_address_that_it_cannot_serve(
+    tmp_path: Path, verb: str, address: str, words: str
+) -> None:
+    """Section 8: an address that is not loopback needs `[auth]`, in the file and as an option."""
+    done = run(configured(tmp_path), verb, "--http", address)
+    assert done.returncode == 2 and words in done.stderr
 
 
 @pytest.mark.parametrize("verb", ["run", "check"])

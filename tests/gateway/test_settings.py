@@ -130,7 +130,7 @@ def test_settings_take_values_of_the_environment_and_of_flags() -> None:
     assert load_settings(path, environment).http == "127.0.0.1:2"
     flags = {"gateway.http": "127.0.0.1:3"}
     assert load_settings(path, environment, flags=flags).http == "127.0.0.1:3"
-    with pytest.raises(ConfigError, match="flag: other machines reach"):
+    with pytest.raises(ConfigError, match="--http: other machines reach"):
         load_settings(path, {}, flags={"gateway.http": "0.0.0.0:1"})
 
 

@@ -326,6 +326,20 @@ async def test_wrap_of_a_server_that_cannot_run_says_why(
         assert (error["data"]["ran"], words in error["message"]) == ("no", True)
 
 
+async def test_wrap_asks_a_server_that_is_mute_once(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G9, bad input: the client gets its error after one greeting, not after two."""
+    monkeypatch.setattr("wirecall.gateway.session.START_TIME", 0.2)
+    log = file.with_suffix(".log")
+    command = ["/bin/sh", "-c", f"cat >{log}"]
+    async with wrapped(file, revision=None, command=command) as client:
+        error = (await client.ask("initialize", introduction()))["error"]
+        assert (error["code"], error["data"]["ran"]) == (50210, "no")
+        assert "it did not answer initialize within 0.2 s" in error["message"]
+        assert "server/discover" not in (log.read_text() if log.exists() else "")
+
+
 @pytest.mark.parametrize(
     ("then", "words"),
     [

@@ -7,6 +7,7 @@ import click
 import msgspec
 
 from wirecall.cli.failures import CliError, Exit, Unreachable, failure_of
+from wirecall.cli.targets import header_option, http_client
 from wirecall.cli.terminal import Printer, count_of, json_option
 from wirecall.cli.watching import (
     Watching,
@@ -14,7 +15,7 @@ from wirecall.cli.watching import (
     settings_in_force,
     watching_options,
 )
-from wirecall.config import FILE_VARIABLE, check_config, load_config
+from wirecall.config import FILE_VARIABLE, SETTINGS, check_config, load_config
 from wirecall.errors import CallFailed, UsageError
 from wirecall.gateway.settings import GatewaySettings, load_settings
 
@@ -23,10 +24,21 @@ _ADDRESS = click.option("--http", metavar="HOST:PORT", help="The address. [defau
 STATUS_TIME = 5.0
 
 
+def _checked(http: str) -> str:
+    """Return the address of `--http`, or refuse it."""
+    setting = SETTINGS["gateway.http"]
+    try:
+        setting.read(http)
+    except (msgspec.ValidationError, UsageError, ValueError):
+        what = f"{http!r} is not an address to serve."
+        raise CliError(what, f"expected {setting.expected}", "--http 127.0.0.1:8430") from None
+    return http
+
+
 def _settings(http: str | None = None) -> GatewaySettings:
     flags: dict[str, Any] = {}
     if http is not None:
-        flags["gateway.http"] = http
+        flags["gateway.http"] = _checked(http)
     config, problems = check_config()
     if config.path is None and not problems:
         raise CliError(
@@ -117,24 +129,48 @@ def check_command(out: Printer) -> Exit | None:
     return Exit.FOUND if plan.findings else None
 
 
+def _reachable(address: str) -> str:
+    """Return an address to ask: a gateway that serves all addresses of a machine serves this one."""
+    host, _, port = address.rpartition(":")
+    own = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
+    return f"{own}:{port}"
+
+
 @click.command("status")
 @_ADDRESS
+@header_option
 @json_option
-def status_command(http: str | None, out: Printer) -> None:
-    """Show the state of each upstream of the gateway that runs."""
-    from wirecall.transports.http_client import HttpClient
+def status_command(http: str | None, headers: dict[str, str], out: Printer) -> None:
+    """Show the state of each upstream of the gateway that runs.
 
-    address = http or load_config().get("gateway.http")
+    With [auth], it uses the login of `wirecall login http://HOST:PORT/mcp`.
+    """
+    config = load_config()
+    address = _reachable(_checked(http) if http else config.get("gateway.http"))
     url = f"http://{address}/status"
+    # Tokens are for the resource that the gateway says it is.
+    login = config.get("auth.resource") or f"http://{address}/mcp"
 
     async def ask() -> Any:
-        client = HttpClient(url)
+        client = await http_client(url, headers, login=login)
         await client.open()
         try:
             async with asyncio.timeout(STATUS_TIME), client.request("GET") as answer:
                 body = await answer.read()
+                if answer.status in (401, 403):
+                    raise CliError(
+                        "The gateway asks for credentials.",
+                        f"{url} answered with HTTP {answer.status}",
+                        f"wirecall login {login}, or --header 'Authorization: Bearer ...'",
+                        exit=Exit.AUTH,
+                        type="unauthorized",
+                    )
                 if answer.status != 200:
-                    raise CliError(f"{url} answered with HTTP {answer.status}.", "", "")
+                    raise CliError(
+                        f"There is no gateway at {url}.",
+                        f"it answered with HTTP {answer.status}",
+                        "name the address of the gateway: --http HOST:PORT",
+                    )
                 return msgspec.json.decode(body)
         except (CallFailed, TimeoutError) as error:
             raise Unreachable(

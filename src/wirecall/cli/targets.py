@@ -605,6 +605,15 @@ as_option = click.option(
     type=_Dialect(["rpc", "mcp"]),
     help="Protocol. [default: the target decides]",
 )
+# The option `--header`, as the parameter `headers`.
+header_option = click.option(
+    "--header",
+    "headers",
+    multiple=True,
+    callback=_headers,
+    metavar="'NAME: VALUE'",
+    help="HTTP header; may be repeated.",
+)
 _OPTIONS = (
     as_option,
     click.option(
@@ -618,14 +627,7 @@ _OPTIONS = (
         default=30.0,
         help="Time for a call, including its retries. [default: 30s]",
     ),
-    click.option(
-        "--header",
-        "headers",
-        multiple=True,
-        callback=_headers,
-        metavar="'NAME: VALUE'",
-        help="HTTP header; may be repeated.",
-    ),
+    header_option,
 )
 
 
@@ -678,16 +680,22 @@ async def stored_auth(url: str, headers: Mapping[str, str]) -> "Stored | None":
     return stored
 
 
-async def http_client(url: str, headers: Mapping[str, str]) -> "HttpClient":
-    """Return a client for raw messages, which sends the stored login of the address."""
+async def http_client(
+    url: str, headers: Mapping[str, str], *, login: str | None = None
+) -> "HttpClient":
+    """Return a client for raw messages, which sends the stored login of the address.
+
+    `login` is the address of the login, if it is another one.
+    """
     from wirecall.transports.http_client import HttpClient
 
-    stored = await stored_auth(url, headers)
+    place = login or url
+    stored = await stored_auth(place, headers)
     if stored is None:
         return HttpClient(url, headers=headers)
     from wirecall.auth.client import authorization
 
-    return HttpClient(url, headers=headers, auth=authorization(stored, url))
+    return HttpClient(url, headers=headers, auth=authorization(stored, place))
 
 
 @asynccontextmanager

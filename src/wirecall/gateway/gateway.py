@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Raw
 
-from wirecall.app import GRACE, App
+from wirecall.app import GRACE, SECRET_VARIABLE, App
 from wirecall.client.delivery import Clock
 from wirecall.errors import CallFailed, NotSent, RpcError, UpstreamUnavailable
 from wirecall.files import replace_file
@@ -651,7 +651,7 @@ class Gateway(App):
         unknown = await self._unknown()
         found = self.states()
         for name, upstream in self.upstreams.items():
-            # `/status` asks for no login, and a server may print anything.
+            # `/status` asks for no login on loopback, and a server may print anything.
             del found[name]["stderr"]
             place = f":{upstream.origin.label}/"
             found[name]["unknown"] = sum(place in method for method in unknown)
@@ -750,8 +750,11 @@ async def _closed_when_quiet(opening: "asyncio.Task[UpstreamSession]") -> None:
 def _secret_beside(ledger: str) -> str | None:
     """Return the secret of the sessions, which is kept in a file beside the ledger.
 
-    Sessions of clients continue after a restart.
+    Sessions of clients continue after a restart. A secret of the environment comes first: several
+    gateways may share it.
     """
+    if os.environ.get(SECRET_VARIABLE):
+        return None
     scheme, _, path = ledger.partition(":")
     if scheme != "sqlite" or not path:
         return None

@@ -109,6 +109,8 @@ class PipeFront:
             # A client that has also sent `initialize` continues with that.
             if self._is_met or answer is None or self._has_greeted is not is_greeting:
                 return answer
+            if self._relay.session.is_mute:
+                return answer  # the client does not wait for another greeting
         try:
             is_new = await self._relay.session.discovers()
         except (CallFailed, UpstreamUnavailable):

@@ -29,6 +29,7 @@ from wirecall.errors import (
     CallFailed,
     Gone,
     InvalidParams,
+    KeyRequired,
     RpcError,
     UpstreamUnavailable,
 )
@@ -506,6 +507,12 @@ class Relay:
             key = forward.leg.key
             if forward.leg.has_record:
                 follows = forward.follows
+        if key is None and method.key == "required":
+            raise KeyRequired(
+                f"the tool {params.name[:100]!r} needs an idempotency key, as {KEY_META!r} in _meta "
+                "or as its argument idempotency_key: one value per intent, the same on every retry",
+                ran="no",
+            )
         call = Call(
             method,
             Frame(sender),

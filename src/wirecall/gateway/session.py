@@ -162,6 +162,8 @@ class UpstreamSession:
         # The greeting of the client.
         self._introduction: Raw | UnsetType = UNSET
         self._is_initialized = False
+        # The server has not answered `initialize` in time.
+        self.is_mute = False
         # The gateway greets the server now. A link alone does not show that it serves.
         self._is_opening = False
         self.wishes = Wishes()
@@ -392,6 +394,7 @@ class UpstreamSession:
             async with asyncio.timeout(START_TIME):
                 result = await self._initialized(params)
         except TimeoutError:
+            self.is_mute = True
             reason = f"it did not answer initialize within {START_TIME:g} s{self._instead()}"
             child = self.upstream.starts.newest
             if child is not None and child.said:

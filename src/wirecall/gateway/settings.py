@@ -388,7 +388,9 @@ def load_settings(
     `flags` are values of the command line by their places, such as "gateway.http".
     """
     config, problems = check_config(path, environment, flags=flags or ())
-    values = config.values | {place: Value(v, "flag") for place, v in (flags or {}).items()}
+    values = dict(config.values)
+    for place, value in (flags or {}).items():
+        values[place] = Value(value, f"--{place.rpartition('.')[2]}")
     config = msgspec.structs.replace(config, values=values)
     # A file without upstreams may lack them because of its problems.
     if config.members.get("upstream") or not problems:
