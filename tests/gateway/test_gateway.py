@@ -557,8 +557,10 @@ async def test_gateway_serves_a_new_client_in_front_of_an_old_server(bench: Benc
         assert found["supportedVersions"] == [NAMES[-1]]
         listed = await ask("tools/list", {})
         assert listed["resultType"] == "complete" and len(listed["tools"]) == 2
+        assert (listed["ttlMs"], listed["cacheScope"]) == (0, "private")
         paid = await ask("tools/call", {"name": "pay", "arguments": {"to": "ann"}}, "pay")
         assert paid["content"][0]["text"].startswith("paid") and paid["x"] == 0.1
+        assert "ttlMs" not in paid
     seen = bench.file("bank").read_text()
     assert "clientCapabilities" not in seen.replace("initialize", "", 1)
 

@@ -290,13 +290,16 @@ class Relay:
             forward.params = translate.params_for(message.params, client, self.revision)
             self._resume(forward, revision)
             result = await self._result(message, id, flying, sender, key)
-            return answer(id, translate.result_for(result, client, self.revision, self.session))
+            worded = translate.result_for(
+                result, client, self.revision, self.session, message.method
+            )
+            return answer(id, worded)
         except RpcError as error:
-            worded = self._worded(flying, error)
+            own = self._worded(flying, error)
             if client is not None:
                 # Over HTTP, the front also gives it a status.
-                raise translate.error_for(worded, message.method, client, self.revision) from None
-            return self._answers.failure(id, worded, revision)
+                raise translate.error_for(own, message.method, client, self.revision) from None
+            return self._answers.failure(id, own, revision)
         except asyncio.CancelledError:
             if task is None or not flying.is_cancelled or task.cancelling() > 1:
                 raise

@@ -5,7 +5,8 @@ members change:
 
     to a server with a handshake   the envelope is taken out of `_meta`
     to a server without one        an envelope is put into `_meta`: what the client has declared
-    to a client without one        `resultType` and the name of the server are added
+    to a client without one        `resultType` and the name of the server are added, and to what
+                                   it may keep, that it must not (`ttlMs`, `cacheScope`)
     to a client with a handshake   `resultType`, `ttlMs` and `cacheScope` are taken out
 
 A resource that is missing has an error code for each era.
@@ -31,6 +32,16 @@ if TYPE_CHECKING:
 ME: dict[str, Any] = {"name": "wirecall-gateway", "version": __version__}
 # Members of a result that only the newest revision has.
 _NEWER = ("resultType", "ttlMs", "cacheScope")
+# Results that say for how long a client may keep them (2026-07-28, server/utilities/caching).
+_KEPT = frozenset(
+    {
+        "tools/list",
+        "prompts/list",
+        "resources/list",
+        "resources/templates/list",
+        "resources/read",
+    }
+)
 
 _ENVELOPE: dict[str, Any] = {
     f"{PREFIX}protocolVersion": STATELESS[-1].name,
@@ -102,6 +113,7 @@ def result_for(
     client: "Session | None",
     server: Revision | None,
     session: "UpstreamSession",
+    method: str,
 ) -> bytes:
     """Return the result of a server for a client."""
     if client is not None and server is None:
@@ -118,7 +130,10 @@ def result_for(
     meta: dict[str, Any] = {**members_of(members.pop(META, UNSET))}
     meta.setdefault(f"{PREFIX}serverInfo", session.described()["serverInfo"])
     members.pop("resultType", None)
-    return encode({"resultType": "complete", **members, META: meta})
+    whole = {"resultType": "complete", **members, META: meta}
+    if method in _KEPT:
+        whole |= {"ttlMs": 0, "cacheScope": "private"}
+    return encode(whole)
 
 
 def error_for(
