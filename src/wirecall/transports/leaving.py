@@ -32,6 +32,13 @@ from wirecall.transports.workers import (
 REPLACED = 1.0
 # Seconds between the last handshake of a listener and its end.
 SETTLE = 0.1
+# Seconds that the server waits for requests of connections that it has accepted, after that.
+LATEST = 2.0
+
+
+def time_to_stop(drain: float, grace: float) -> float:
+    """Return the seconds that a server may take to stop, whatever it leaves for."""
+    return max(drain, REPLACED) + SETTLE + LATEST + grace
 
 
 class Signals:

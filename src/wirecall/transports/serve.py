@@ -38,8 +38,8 @@ from wirecall.logs import announce, is_json, logger
 from wirecall.transports.asgi import Receive, Scope, Send
 from wirecall.transports.headers import is_loopback
 from wirecall.transports.http_server import GRACE, HttpServer
-from wirecall.transports.leaving import REPLACED, SETTLE, Signals
-from wirecall.transports.tcp import FILES, ignore_handshakes, open_sockets
+from wirecall.transports.leaving import LATEST, REPLACED, SETTLE, Signals, time_to_stop
+from wirecall.transports.tcp import FILES, ignore_handshakes, is_awaited, open_sockets
 from wirecall.transports.websocket import PING_EVERY
 from wirecall.transports.workers import STOPPING, Leave, Workers
 
@@ -109,7 +109,7 @@ def serve(
     predecessor = None
     if succession is not None:
         predecessor = succession.predecessor
-        succession.plan.patience = drain + grace
+        succession.plan.patience = time_to_stop(drain, grace)
         port = succession.plan.handover.port or port
     if certificate is not None:
         certificate.check()
@@ -138,7 +138,7 @@ def serve(
             with bind(address, number, again=True) as own:
                 work_here(own, serving=serving, parent=parent_process(), hurry=hurry)
 
-        Workers(work, workers, drain + grace, are_serving, succession).run()
+        Workers(work, workers, time_to_stop(drain, grace), are_serving, succession).run()
 
 
 async def serve_here(
@@ -298,7 +298,21 @@ async def _drain(
     # gets no new ones for a moment: their clients knock again, and meet another process.
     for each in front.listeners():
         ignore_handshakes(each)
+    await _settle(front, running)
+
+
+async def _settle(front: "Granian | Uvicorn", running: "asyncio.Task[None]") -> None:
+    """Wait until no connection has a request that the server has not read, for some seconds.
+
+    A busy machine delivers it later than the handshake.
+    """
+    loop = asyncio.get_running_loop()
+    latest = loop.time() + LATEST
     await asyncio.wait({running}, timeout=SETTLE)
+    while not running.done() and loop.time() < latest:
+        if not any(is_awaited(each) for each in front.sockets()):
+            return
+        await asyncio.wait({running}, timeout=SETTLE)
 
 
 def _work(
@@ -529,13 +543,13 @@ class Granian:
         while not found:
             await asyncio.sleep(0.001)
             found = any(True for _ in self.listeners())
-        for each in self._sockets():
+        for each in self.sockets():
             _tune(each, self._limits.write_time)
         serving()
 
     def listeners(self) -> Iterator[socket.socket]:
         """Yield the sockets that accept connections, open until the next one."""
-        for each in self._sockets():
+        for each in self.sockets():
             if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 yield each
 
@@ -543,17 +557,22 @@ class Granian:
         self._server.stop()
 
     def cut(self) -> None:
-        for each in self._sockets():
+        for each in self.sockets():
             with contextlib.suppress(OSError):  # it is not connected
                 each.getpeername()
                 each.shutdown(socket.SHUT_RDWR)
 
-    def _sockets(self) -> Iterator[socket.socket]:
-        """Yield every socket of this process at the port of the server, open until the next one."""
-        for each in open_sockets():
-            address = each.getsockname()
-            if isinstance(address, tuple) and address[1:2] == (self._port,):
-                yield each
+    def sockets(self) -> Iterator[socket.socket]:
+        """Yield its sockets, those of connections too, open until the next one."""
+        return _sockets_at(self._port)
+
+
+def _sockets_at(port: int) -> Iterator[socket.socket]:
+    """Yield every socket of this process at a port, open until the next one."""
+    for each in open_sockets():
+        address = each.getsockname()
+        if isinstance(address, tuple) and address[1:2] == (port,):
+            yield each
 
 
 def _max_connections() -> int:
@@ -667,6 +686,10 @@ class Uvicorn:
     def listeners(self) -> Iterator[socket.socket]:
         """Yield the socket that accepts connections."""
         yield self._bound
+
+    def sockets(self) -> Iterator[socket.socket]:
+        """Yield its sockets, those of connections too, open until the next one."""
+        return _sockets_at(self._bound.getsockname()[1])
 
     def stop(self) -> None:
         self._server.should_exit = True

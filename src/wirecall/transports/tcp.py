@@ -29,7 +29,10 @@ HAS_TCP_INFO = sys.platform == "linux" and bool(FILES)
 # States of a connection in linux/tcp_states.h. In these the peer has ended its side: TIME_WAIT,
 # CLOSE_WAIT, LAST_ACK, CLOSING.
 PEER_ENDED = frozenset({6, 8, 9, 11})
+ESTABLISHED = 1
 CLOSED = 7
+CLOSE_WAIT = 8
+LISTEN = 10
 
 # struct tcp_info of linux/tcp.h has these bytes since Linux 4.19.
 INFO_BYTES = 216
@@ -90,6 +93,39 @@ def tcp_state(connection: socket.socket) -> TcpState | None:
         has_end = confirmed > taken
         is_reset = not has_end or connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
     return TcpState(state, taken, min(confirmed, taken), received, is_reset)
+
+
+def is_awaited(connection: socket.socket) -> bool:
+    """Return whether a server that stops now would lose a request of this socket.
+
+    Its connections are not accepted yet, or its bytes are not read yet, or it is a new connection,
+    whose first bytes are on the wire. Only Linux reports it.
+    """
+    now = tcp_state(connection)
+    if now is None:
+        return False
+    if now.state == LISTEN:
+        return _queued(connection) > 0
+    if now.state == ESTABLISHED and now.received == 0:
+        return True
+    return now.state in (ESTABLISHED, CLOSE_WAIT) and _unread(connection) > 0
+
+
+def _queued(listening: socket.socket) -> int:
+    """Return how many connections of a listening socket are not accepted."""
+    info = listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_BYTES)
+    # Of a listening socket, tcpi_unacked counts them.
+    (queued,) = struct.unpack_from("=I", info, 24)
+    return int(queued)
+
+
+def _unread(connection: socket.socket) -> int:
+    """Return how many bytes of a connection the process has not read."""
+    from fcntl import ioctl  # Windows has neither
+    from termios import FIONREAD
+
+    (unread,) = struct.unpack("i", ioctl(connection, FIONREAD, bytes(4)))
+    return int(unread)
 
 
 def ignore_handshakes(listening: socket.socket) -> None:
