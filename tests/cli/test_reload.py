@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -273,6 +274,118 @@ async def test_sigterm_reaches_the_servers_of_a_reload(
             await server.end()
             with pytest.raises(ConnectionRefusedError):
                 await server.connect()
+
+
+# An app whose processes say what they do, and wait for files.
+GATED = """
+from contextlib import asynccontextmanager
+from time import sleep
+
+def say(word):
+    print(word, VERSION, file=sys.stderr, flush=True)
+
+@asynccontextmanager
+async def shop(app):
+    yield
+    say("closing")
+
+app = App("shop", lifespan=shop)
+
+@app.query
+async def hold() -> int:
+    say("holding")
+    while not os.path.exists("go"):
+        await asyncio.sleep(0.01)
+    return VERSION
+
+say("loading")
+while VERSION == 2 and os.path.exists("gate"):
+    sleep(0.01)
+"""
+WORKERS = pytest.mark.parametrize("workers", ["1", "2"])
+
+
+@WORKERS
+async def test_sigterm_stops_the_successor_while_the_server_before_it_leaves(
+    workers: str, tmp_path: Path
+) -> None:
+    """A supervisor waits for the time of one server to stop, and not of two."""
+    async with reloading(tmp_path, "--workers", workers, app=APP + GATED) as server:
+        held = asyncio.create_task(server.ask(call("hold")))
+        await server.hears("holding 1")
+        write_app(tmp_path, 2, APP + GATED)
+        server.hang_up()
+        await server.hears("Listening on")
+        server.process.send_signal(signal.SIGTERM)
+        await server.hears("closing 2")
+        assert not [line for line in server.said if "closing 1" in line]
+        (tmp_path / "go").touch()
+        assert read((await held).body)["result"] == 1
+        async with asyncio.timeout(PATIENCE):
+            assert await server.process.wait() == 0
+        with pytest.raises(ConnectionRefusedError):
+            await server.connect()
+
+
+async def has_ended(process: psutil.Process) -> None:
+    """Wait until a process has ended, whose parent has not asked for it yet."""
+    while True:
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return
+        await asyncio.sleep(0)
+
+
+@WORKERS
+async def test_sigterm_ends_a_successor_that_starts_before_the_server_has_left(
+    workers: str, tmp_path: Path
+) -> None:
+    """It would take requests, and look ready, while the server goes."""
+    async with reloading(tmp_path, "--workers", workers, app=APP + GATED) as server:
+        held = asyncio.create_task(server.ask(call("hold")))
+        await server.hears("holding 1")
+        (tmp_path / "gate").touch()
+        write_app(tmp_path, 2, APP + GATED)
+        before = psutil.Process(server.process.pid).children()
+        server.hang_up()
+        await server.hears("loading 2")
+        (successor,) = set(psutil.Process(server.process.pid).children()) - set(before)
+        server.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(PATIENCE):
+            await has_ended(successor)
+        (tmp_path / "go").touch()
+        assert read((await held).body)["result"] == 1
+        async with asyncio.timeout(PATIENCE):
+            assert await server.process.wait() == 0
+        assert server.process.stderr is not None
+        rest = (await server.process.stderr.read()).decode()
+        assert "closing 2" not in rest
+        assert "failed" not in rest
+
+
+@WORKERS
+async def test_sighup_before_the_server_serves_waits_for_it(workers: str, tmp_path: Path) -> None:
+    """It would end the process, and systemd takes that for a good end."""
+    early = APP + "import signal\nos.kill(os.getpid(), signal.SIGHUP)\n"
+    async with reloading(tmp_path, "--workers", workers, app=early) as server:
+        await server.hears("Reloaded")
+        assert await server.result("version") == 1
+
+
+async def test_sighup_to_all_processes_keeps_the_workers_if_the_reload_fails(
+    tmp_path: Path,
+) -> None:
+    async with reloading(tmp_path, "--workers", "2") as server:
+        parent = psutil.Process(server.process.pid)
+        workers = parent.children()
+        (tmp_path / "wirecall.toml").write_text(CONFIG.replace("batch = 9", "batsh = 9"))
+        for each in workers:
+            each.send_signal(signal.SIGHUP)
+        for _ in range(3):  # workers that leave would have ended by then
+            server.hang_up()
+            await server.hears("the reload has failed")
+        assert parent.children() == workers
+        assert await server.result("version") == 1
+        assert not [line for line in server.said if "ended with 0" in line]
 
 
 # An app that sends SIGTERM to the process whose server was replaced.

@@ -1,6 +1,8 @@
 """A server that leaves: which requests it still takes."""
 
 import asyncio
+import os
+import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -13,10 +15,10 @@ from tests.calls import call
 from tests.transports import PATIENCE, make_server, post
 from wirecall import Limits
 from wirecall.transports import serve
-from wirecall.transports.leaving import Signals, time_to_stop
+from wirecall.transports.leaving import REPLACED, Signals, time_to_stop
 from wirecall.transports.serve import FRONTS, bind
 from wirecall.transports.tcp import is_awaited
-from wirecall.transports.workers import Leave
+from wirecall.transports.workers import Leave, Orders
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux reports what is not read")
 
@@ -132,7 +134,27 @@ async def test_server_that_leaves_does_not_wait_forever_for_a_silent_connection(
         writer.close()
 
 
+async def test_worker_leaves_sighup_to_its_parent() -> None:
+    """It may be sent to all processes, and the successor may fail to start."""
+    files = [*os.pipe(), *os.pipe()]
+    replaced, replace, hurry, _ = files
+    stop = asyncio.Event()
+    signals = Signals(stop, Orders(replaced, hurry))
+    signals.catch()
+    try:
+        signals._ask(signal.SIGHUP)
+        assert not stop.is_set()
+        os.write(replace, b"!")
+        await asyncio.wait_for(stop.wait(), PATIENCE)
+        assert signals.leave is Leave.REPLACED
+    finally:
+        asyncio.get_running_loop().remove_reader(hurry)
+        signals.release()
+        for file in files:
+            os.close(file)
+
+
 def test_time_to_stop_has_room_for_a_server_that_is_replaced() -> None:
     """Such a server drains for a second, even where the drain after SIGTERM is shorter."""
-    assert time_to_stop(0, 1) > 1 + serve.REPLACED
+    assert time_to_stop(0, 1) > 1 + REPLACED
     assert time_to_stop(60, 1) > 61

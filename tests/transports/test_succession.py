@@ -60,6 +60,23 @@ def test_wait_for_ignores_a_closed_socket() -> None:
         wait_for([ours], 0.0)
 
 
+SERVES = f"""
+import os, socket
+from wirecall.transports.succession import SERVING
+socket.socket(fileno=int(os.environ[{VARIABLE!r}])).sendall(SERVING.pack(b"serving", 61.5))
+"""
+
+
+def test_successor_says_how_long_it_may_take_to_stop() -> None:
+    """Its configuration may have another grace time than that of the process before it."""
+    successor = Successor(Plan([sys.executable, "-c", SERVES], "/", dict(os.environ), Handover()))
+    with successor.word:
+        wait_for([successor.word], 60.0)
+        assert successor.serves()
+        assert successor.patience == 61.5
+        successor.process.wait(60.0)
+
+
 def test_keeper_gets_an_environment_that_is_not_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Variables are bytes. One variable with all of them could be too long for the system."""
     found: list[dict[str, str]] = []

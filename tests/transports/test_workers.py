@@ -17,14 +17,14 @@ from wirecall.transports import workers
 
 workers.SHORTEST, workers.LONGEST, workers.QUIET = 0.001, 0.006, float(sys.argv[2])
 
-def crash(serving, hurry):
+def crash(serving, orders):
     serving()
     os.abort()
 
-def fail(serving, hurry):
+def fail(serving, orders):
     os._exit(3)
 
-def fail_later(serving, hurry):
+def fail_later(serving, orders):
     try:
         os.mkdir(sys.argv[3])
     except FileExistsError:
@@ -32,7 +32,7 @@ def fail_later(serving, hurry):
     serving()
     os.abort()
 
-def stop(serving, hurry):
+def stop(serving, orders):
     raise AssertionError("the signal was lost")
 
 if sys.argv[1] == "stop":

@@ -34,10 +34,16 @@ class Kept:
     """
 
     def __init__(
-        self, pid: int, word: socket.socket, process: "subprocess.Popen[bytes] | None" = None
+        self,
+        pid: int,
+        word: socket.socket,
+        patience: float,
+        process: "subprocess.Popen[bytes] | None" = None,
     ) -> None:
         self.pid = pid
         self.word = word
+        # Seconds that it has to stop.
+        self.patience = patience
         self.code: int | None = None
         self._process = process
 
@@ -66,7 +72,7 @@ class Keeper:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._kept = Kept(plan.process, socket.socket(fileno=plan.file))
+        self._kept = Kept(plan.process, socket.socket(fileno=plan.file), plan.patience)
         # Those that were replaced, and have not ended.
         self._leaving: list[Kept] = []
         self._next: Successor | None = None
@@ -130,7 +136,8 @@ class Keeper:
             return
         self._kept.leave()
         self._leaving.append(self._kept)
-        self._kept = Kept(successor.process.pid, successor.word, successor.process)
+        process = successor.process
+        self._kept = Kept(process.pid, successor.word, successor.patience, process)
 
     def _forget_ended(self) -> None:
         ended = [each for each in self._leaving if each.has_ended()]
@@ -151,7 +158,8 @@ class Keeper:
     def _stop(self, *_: object) -> None:
         if not self._is_stopping:
             self._is_stopping = True
-            self._deadline = time.monotonic() + self._plan.patience + LAST
+            patience = max(each.patience for each in (self._kept, *self._leaving))
+            self._deadline = time.monotonic() + patience + LAST
         for each in (self._kept, *self._leaving):
             each.send(signal.SIGTERM)
         if self._next is not None:
@@ -161,7 +169,8 @@ class Keeper:
         """Return whether all servers have ended; kill them when their time is over."""
         every = [self._kept, *self._leaving]
         if self._next is not None:
-            every.append(Kept(self._next.process.pid, self._next.word, self._next.process))
+            process = self._next.process
+            every.append(Kept(process.pid, self._next.word, self._next.patience, process))
         rest = [each for each in every if not each.has_ended()]
         if rest and time.monotonic() > self._deadline:
             for each in rest:

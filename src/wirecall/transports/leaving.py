@@ -4,7 +4,7 @@
 | --- | --- | --- | --- |
 | SIGTERM | drain, then stop | stop now | - |
 | SIGINT (Ctrl-C) | stop | stop now | end at once |
-| SIGHUP | reload, where that is possible; else stop | - | - |
+| SIGHUP | reload, where that is possible; else stop. A worker leaves it to its parent | - | - |
 | SIGUSR1, SIGUSR2 | logged | logged | logged |
 
 While a server drains, `/readyz` is 503 and everything else is served, so that a load balancer sends
@@ -21,7 +21,9 @@ from collections.abc import Callable, Collection
 
 from wirecall.transports.workers import (
     HANG_UP,
+    EarlyHangUp,
     Leave,
+    Orders,
     has_terminal,
     log_unused,
     stopping_signals,
@@ -44,35 +46,45 @@ def time_to_stop(drain: float, grace: float) -> float:
 class Signals:
     """The signals that a server catches in the running loop.
 
-    `reload` is called for SIGHUP; without it, SIGHUP stops the server. A worker gets SIGHUP when it
-    was replaced, and must not drain any longer when its file `hurry` is readable.
+    `reload` is called for SIGHUP; without it, SIGHUP stops the server. A worker has the files of its
+    parent (`Orders`).
     """
 
-    def __init__(self, stop: asyncio.Event, hurry: int | None = None) -> None:
+    def __init__(self, stop: asyncio.Event, orders: Orders | None = None) -> None:
         self.leave = Leave.STOP
         self.reload: Callable[[], None] | None = None
-        # Signals that came after the server was replaced: they are meant for its successor.
-        self.late: list[int] = []
+        # Called with each signal that stops or reloads: it may be for a successor, too.
+        self.pass_on: Callable[[int], None] | None = None
         # Set when the server must not drain any longer.
         self.hurried = asyncio.Event()
         self._stop = stop
-        self._hurry = hurry
+        self._orders = orders
         self._had_terminal = has_terminal()
         self._loop = asyncio.get_running_loop()
         self._caught: list[signal.Signals] = []
+        # The handler of SIGHUP before this one.
+        self._early: object = None
 
     def catch(self) -> None:
         """Let signals stop or reload the server, and log those that have no use."""
-        if self._hurry is not None:
-            self._loop.add_reader(self._hurry, self._hurry_up, self._hurry)
+        if self._orders is not None:
+            self._loop.add_reader(self._orders.replaced, self._replace, self._orders.replaced)
+            self._loop.add_reader(self._orders.hurry, self._hurry_up, self._orders.hurry)
         # Fails in a thread and on Windows, where Ctrl+C ends asyncio.run with an exception.
         with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):
+            if HANG_UP is not None:
+                self._early = signal.getsignal(HANG_UP)
             for number in stopping_signals():
                 self._loop.add_signal_handler(number, self._ask, number)
                 self._caught.append(number)
             for number in unused_signals():
                 self._loop.add_signal_handler(number, log_unused, number)
                 self._caught.append(number)
+
+    def take_early(self) -> None:
+        """Take the SIGHUP that came before these were caught."""
+        if isinstance(self._early, EarlyHangUp) and self._early.has_come:
+            self._hang_up()
 
     def release(self, numbers: Collection[signal.Signals] | None = None) -> None:
         """Catch these signals no more; None stands for all of them."""
@@ -89,14 +101,19 @@ class Signals:
         self._stop.set()
         return True
 
+    # Nothing is read of these files: they stay readable for the other workers.
+
+    def _replace(self, file: int) -> None:
+        self._loop.remove_reader(file)
+        self.leave_for(Leave.REPLACED)
+
     def _hurry_up(self, file: int) -> None:
-        # Nothing is read: it stays readable for the other workers.
         self._loop.remove_reader(file)
         self.hurried.set()
 
     def _ask(self, number: signal.Signals) -> None:
-        if self.leave is Leave.REPLACED:
-            self.late.append(number)
+        if self.pass_on is not None:
+            self.pass_on(number)
         if number == HANG_UP:
             self._hang_up()
         elif not self._stop.is_set():
@@ -111,9 +128,9 @@ class Signals:
             signal.raise_signal(number)
 
     def _hang_up(self) -> None:
-        if self._hurry is not None:
-            self.leave_for(Leave.REPLACED)
-        elif self.reload is None or (self._had_terminal and not has_terminal()):
+        if self._orders is not None:
+            return
+        if self.reload is None or (self._had_terminal and not has_terminal()):
             self._stop.set()
         elif not self._stop.is_set():
             self.reload()

@@ -41,7 +41,7 @@ from wirecall.transports.http_server import GRACE, HttpServer
 from wirecall.transports.leaving import LATEST, REPLACED, SETTLE, Signals, time_to_stop
 from wirecall.transports.tcp import FILES, ignore_handshakes, is_awaited, open_sockets
 from wirecall.transports.websocket import PING_EVERY
-from wirecall.transports.workers import STOPPING, Leave, Workers
+from wirecall.transports.workers import STOPPING, Leave, Orders, Workers
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -129,14 +129,14 @@ def serve(
             work_here(kept, serving=are_serving, succession=succession)
             return
 
-        def work(serving: Serving, hurry: int) -> None:
+        def work(serving: Serving, orders: Orders) -> None:
             from multiprocessing import parent_process
 
             # Each worker has its own socket, and the kernel distributes connections evenly. On one
             # socket that all workers share, the worker that wakes first accepts every pending
             # connection: 64 at once went to one of four.
             with bind(address, number, again=True) as own:
-                work_here(own, serving=serving, parent=parent_process(), hurry=hurry)
+                work_here(own, serving=serving, parent=parent_process(), orders=orders)
 
         Workers(work, workers, time_to_stop(drain, grace), are_serving, succession).run()
 
@@ -212,18 +212,18 @@ async def serve_until(
     stop: asyncio.Event | None = None,
     serving: Serving = lambda: None,
     signals: bool = True,
-    hurry: int | None = None,
+    orders: Orders | None = None,
     succession: "Succession | None" = None,
 ) -> None:
     """Serve inside a running event loop until a signal, or until `stop` is set.
 
-    `bound` comes from `bind`. A worker must not drain any longer when its file `hurry` is readable.
+    `bound` comes from `bind`. A worker has the `orders` of its parent.
     """
     stop = stop or asyncio.Event()
     app.is_loopback = is_loopback(bound.getsockname()[0])
     front = FRONTS[server](app, bound, certificate)
     await app.open()
-    caught = Signals(stop, hurry)
+    caught = Signals(stop, orders)
     running = asyncio.create_task(front.serve(serving))
     try:
         if signals:
@@ -326,7 +326,7 @@ def _work(
     certificate: Certificate | None,
     serving: Serving,
     parent: "BaseProcess | None" = None,
-    hurry: int | None = None,
+    orders: Orders | None = None,
     succession: "Succession | None" = None,
 ) -> None:
     """Serve in this process."""
@@ -371,7 +371,7 @@ def _work(
                 certificate=certificate,
                 stop=stop,
                 serving=serving,
-                hurry=hurry,
+                orders=orders,
                 succession=succession,
             )
         except Exception as failure:

@@ -12,6 +12,7 @@ The process that the supervisor knows keeps its id: when its own server has ende
 | --- | --- | --- | --- | --- |
 | serves | start a successor | - | - | stop |
 | serves, with a successor that starts | start another later | leave, then keep | log it | stop both |
+| leaves to its successor | the keeper starts the next | - | - | stop both |
 | keeps (`keeper`) | start the next | - | end with its code | pass it on |
 | keeps, with a next one that starts | start another later | let the last one leave | log it | pass it on |
 
@@ -25,6 +26,7 @@ import os
 import selectors
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
@@ -37,14 +39,15 @@ from msgspec import Struct
 from wirecall.errors import UsageError
 from wirecall.logs import announce, is_json, logger
 from wirecall.transports.leaving import Signals
-from wirecall.transports.workers import HANG_UP, STOPPING, Leave
+from wirecall.transports.workers import HANG_UP, STOPPING, Leave, wait_with_hang_up
 
 # The file of the socket of a successor, and the plan of a keeper.
 VARIABLE = "WIRECALL_INTERNAL_SUCCESSOR"
 KEEPER_VARIABLE = "WIRECALL_INTERNAL_KEEPER"
 KEEPER = "wirecall.transports.keeper"
 
-SERVING = b"serving"
+# The successor serves, and has so many seconds to stop.
+SERVING = struct.Struct("!7sd")
 LEAVE = b"leave"
 # Seconds that a process has to end after its time to stop.
 LAST = 3.0
@@ -72,7 +75,7 @@ class Plan(Struct):
     folder: str
     environment: dict[str, str]
     handover: Handover
-    # Seconds that a server has to stop.
+    # Seconds that the server has to stop.
     patience: float = 0.0
     is_json: bool = False
     # The server that a keeper keeps, and its socket.
@@ -111,22 +114,34 @@ class Successor:
             )
         self.word.sendall(msgspec.json.encode(plan.handover) + b"\n")
         self.word.setblocking(False)
+        self.has_served = False
+        # Seconds that it has to stop, which its configuration says.
+        self.patience = plan.patience
 
     def serves(self) -> bool | None:
         """Return whether it serves; None if that is not known yet."""
         try:
-            return self.word.recv(len(SERVING)) == SERVING
+            said = self.word.recv(SERVING.size)
         except BlockingIOError:
             return None
         except OSError:
             return False
+        if len(said) < SERVING.size:
+            return False
+        _, self.patience = SERVING.unpack(said)
+        self.has_served = True
+        return True
 
     def end(self) -> None:
-        """End it before it serves."""
+        """End it, in its own time if it serves already."""
+        self.serves()
+        seconds = LAST
+        if self.has_served:
+            seconds += self.patience
         self.word.close()
         self.process.terminate()
         try:
-            self.process.wait(LAST)
+            self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -182,6 +197,7 @@ class Succession:
     """The processes before and after this one."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
+        wait_with_hang_up()
         self.plan = Plan(
             [sys.executable, *sys.orig_argv[1:]],
             os.getcwd(),
@@ -196,8 +212,10 @@ class Succession:
         self._successor: Successor | None = None
         # Whether the server of this process has left to its successor.
         self.is_replaced = False
-        # Signals since then.
+        # Signals since then that the keeper has to take.
         self.late: list[int] = []
+        # A successor was stopped together with this process.
+        self._is_stopping = False
         # SIGHUP came while a successor was starting.
         self._is_asked_again = False
 
@@ -229,7 +247,7 @@ class Succession:
         if self.predecessor is not None:
             self.predecessor.word.setblocking(True)
             with suppress(OSError):  # it has gone, which the next word says
-                self.predecessor.word.sendall(SERVING)
+                self.predecessor.word.sendall(SERVING.pack(b"serving", self.plan.patience))
             self.predecessor.word.setblocking(False)
 
     def begin(self) -> None:
@@ -256,7 +274,7 @@ class Succession:
         words = []
         if self.predecessor is not None:
             words.append(self.predecessor.word)
-        if self._successor is not None:
+        if self._successor is not None and not self._is_stopping:
             words.append(self._successor.word)
         return words
 
@@ -269,7 +287,7 @@ class Succession:
         serves = self._successor.serves()
         if serves:
             return Leave.REPLACED
-        if serves is False:
+        if serves is False and not self._is_stopping:
             successor = self._successor
             self._successor = None
             successor.word.close()
@@ -309,13 +327,31 @@ class Succession:
             watch()
 
         signals.reload = reload
-        signals.late = self.late
+        signals.pass_on = self.pass_on
         watch()
+        signals.take_early()
+
+    def pass_on(self, number: int) -> None:
+        """Take a signal of the first process: it is also for a successor.
+
+        A successor stops at the same time as the server of this process, and not after it: it would
+        look ready, and a supervisor does not wait for both.
+        """
+        if self._successor is None:
+            return
+        if number == HANG_UP:
+            if self.is_replaced:  # it cannot be replaced before there is a keeper
+                self.late.append(number)
+            return
+        self._is_stopping = True
+        with suppress(ProcessLookupError):
+            # Not by its `Popen`, which reaps a process that has ended: its keeper does.
+            os.kill(self._successor.process.pid, signal.SIGTERM)
 
     # --- afterwards -------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End a successor that does not serve yet."""
+        """End a successor that has not replaced this process."""
         if self._successor is not None and not self.is_replaced:
             self._successor.end()
             self._successor = None
@@ -341,6 +377,7 @@ class Succession:
         signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
         note_success(successor.process.pid)
         self.plan.process = successor.process.pid
+        self.plan.patience = successor.patience
         self.plan.file = successor.word.fileno()
         self.plan.is_json = is_json()
         os.set_inheritable(self.plan.file, True)

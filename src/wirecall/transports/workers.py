@@ -8,6 +8,9 @@
 4. The workers use the time to stop themselves. The parent kills the remaining ones a second later.
    After a second signal they drain no longer (`leaving`). A pipe says so: two signals of the same
    number may reach a busy worker as one.
+5. When another process has replaced the server, a second pipe says so, and not a signal: SIGHUP also
+   reaches the workers when it is sent to all processes, and then only the parent knows whether
+   there is another server.
 """
 
 import contextlib
@@ -18,7 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from enum import Enum
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wirecall.errors import StartFailed, UsageError
 from wirecall.logs import logger
@@ -67,14 +70,40 @@ def has_terminal() -> bool:
     return True
 
 
+class EarlyHangUp:
+    """Handles SIGHUP until the server serves. By default it would end the process.
+
+    A supervisor takes that for a good end, and does not start the process again.
+    """
+
+    def __init__(self) -> None:
+        self.has_come = False
+        self._had_terminal = has_terminal()
+
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
+        if self._had_terminal and not has_terminal():
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.has_come = True
+
+
+def wait_with_hang_up() -> None:
+    """Let SIGHUP wait until the server serves, unless the user's program handles or ignores it."""
+    if HANG_UP is not None and signal.getsignal(HANG_UP) is signal.SIG_DFL:
+        signal.signal(HANG_UP, EarlyHangUp())
+
+
 def stopping_signals() -> tuple[signal.Signals, ...]:
     """Return the signals that stop a server.
 
     SIGHUP is not one if the user's program handles or ignores it, as under nohup.
     """
-    if HANG_UP is None or signal.getsignal(HANG_UP) is not signal.SIG_DFL:
+    if HANG_UP is None:
         return STOPPING
-    return (*STOPPING, HANG_UP)
+    handler = signal.getsignal(HANG_UP)
+    if handler is signal.SIG_DFL or isinstance(handler, EarlyHangUp):
+        return (*STOPPING, HANG_UP)
+    return STOPPING
 
 
 def unused_signals() -> tuple[signal.Signals, ...]:
@@ -90,8 +119,17 @@ def log_unused(number: int) -> None:
     logger.warning("%s is ignored: SIGTERM stops the server", name)
 
 
-# Receives what to call once it serves, and a file that is readable when it must drain no longer.
-Work = Callable[[Callable[[], None], int], None]
+class Orders(NamedTuple):
+    """Files that become readable for a worker, and stay so."""
+
+    # Another process has replaced the server.
+    replaced: int
+    # It must drain no longer.
+    hurry: int
+
+
+# Receives what to call once it serves, and the files of its parent.
+Work = Callable[[Callable[[], None], Orders], None]
 
 
 class Worker:
@@ -141,15 +179,16 @@ class Workers:
         self._had_terminal = has_terminal()
         # SIGHUP came, and is not a closed terminal.
         self._is_reload_asked = False
-        # What the workers get when they have to leave.
-        self._last_signal = signal.SIGTERM
+        # Whether another process serves the address.
+        self._is_replaced = False
         # Ignored signals that have to be logged.
         self._unused: deque[int] = deque()
         self._workers = [Worker() for _ in range(count)]
         # The workers that have not served yet.
         self._starting = set(self._workers)
-        # Readable for all workers when they must not drain any longer.
-        self._hurried, self._hurry = os.pipe()
+        replaced, self._replace = os.pipe()
+        hurried, self._hurry = os.pipe()
+        self._orders = Orders(replaced, hurried)
 
     def run(self) -> None:
         """Serve until a signal; StartFailed if the app cannot start."""
@@ -160,6 +199,10 @@ class Workers:
         }
         before = {number: signal.signal(number, handler) for number, handler in caught.items()}
         self._caught = tuple(caught)
+        if HANG_UP is not None:
+            early = before.get(HANG_UP)
+            if isinstance(early, EarlyHangUp) and early.has_come:
+                self._ask(HANG_UP, None)
         try:
             failed = self._watch()
         finally:
@@ -169,15 +212,15 @@ class Workers:
             else:
                 for number, handler in before.items():
                     signal.signal(number, handler)
-            os.close(self._hurried)
-            os.close(self._hurry)
+            for file in (*self._orders, self._replace, self._hurry):
+                os.close(file)
         if failed:
             raise StartFailed("a worker ended before it could serve; its own message is above")
 
     def _ask(self, number: int, _frame: FrameType | None) -> None:
         is_replaced = self._succession is not None and self._succession.is_replaced
-        if self._succession is not None and is_replaced:
-            self._succession.late.append(number)
+        if self._succession is not None:
+            self._succession.pass_on(number)
         is_reload = number == HANG_UP and self._succession is not None
         if is_reload and not (self._had_terminal and not has_terminal()):
             self._is_reload_asked = not is_replaced
@@ -207,7 +250,7 @@ class Workers:
             succession.late.append(HANG_UP)
         if why is Leave.REPLACED:
             # The address is served: they stay ready until their connections are closed.
-            self._last_signal = HANG_UP or signal.SIGTERM
+            self._is_replaced = True
         self._stopping = True
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
@@ -280,7 +323,7 @@ class Workers:
                 signal.signal(each, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, self._caught)
             try:
-                self._work(lambda: word.send_bytes(b"serving"), self._hurried)
+                self._work(lambda: word.send_bytes(b"serving"), self._orders)
             except StartFailed as error:
                 logger.error("%s", error)
                 raise SystemExit(1) from error
@@ -297,9 +340,11 @@ class Workers:
 
     def _end(self) -> None:
         processes = [worker.process for worker in self._workers if worker.process is not None]
-        for process in processes:
-            if process.is_alive() and process.pid is not None:
-                os.kill(process.pid, self._last_signal)
+        if self._is_replaced:
+            os.write(self._replace, b"!")
+        else:
+            for process in processes:
+                process.terminate()
         deadline = time.monotonic() + self._patience + 1
         for process in processes:
             process.join(max(deadline - time.monotonic(), 0))
