@@ -352,3 +352,19 @@ def test_audit_list_finds_what_touched_the_outside(trail: Path) -> None:
     assert found("--until", "1h") == []
     assert len(found()) == 8
     assert "charge  a  ada" in invoke("audit", "list", str(trail)).stdout
+
+
+def test_audit_list_counts_lines_that_cannot_be_read(trail: Path) -> None:
+    """One of them may be about a command that touched the outside."""
+    audit = Audit(str(trail))
+    audit.append(entry(1))
+    audit.close()
+    with trail.open("a") as file:
+        file.write('{"time": 1.0, "meth\n')
+    listed = invoke("audit", "list", str(trail), "--json")
+    facts = json.loads(listed.stdout)
+    assert (len(facts["result"]), facts["unreadable"]) == (1, 1)
+    shown = invoke("audit", "list", str(trail), "--open-world")
+    assert "1 line of the trail cannot be read" in shown.output
+    line = shown.output.partition("wirecall audit verify ")[2].strip()
+    assert invoke("audit", "verify", line).exit_code == 9
