@@ -371,6 +371,8 @@ def test_supervisors_wait_longer_than_the_server_takes_to_stop(compose: dict[str
 
 # --- Kubernetes -----------------------------------------------------------------------------------
 
+KUBECTL = shutil.which("kubectl")
+
 
 def manifests() -> dict[str, Any]:
     """Return the objects of deploy/kubernetes by their kinds."""
@@ -395,6 +397,25 @@ def test_kubernetes_has_every_object_in_its_present_version() -> None:
         "PodDisruptionBudget": "policy/v1",
         "Service": "v1",
     }
+
+
+@pytest.mark.skipif(KUBECTL is None, reason="kubectl is not installed")
+def test_kubernetes_files_are_read_by_kubectl(tmp_path: Path) -> None:
+    """Without a cluster, kubectl can only build them."""
+    assert KUBECTL is not None
+    names = sorted(path.name for path in (DEPLOY / "kubernetes").glob("*.yaml"))
+    for name in names:
+        shutil.copy(DEPLOY / "kubernetes" / name, tmp_path)
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump({"resources": names}))
+    built = subprocess.run(
+        [KUBECTL, "kustomize", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert built.returncode == 0, built.stderr
+    assert {each["kind"] for each in yaml.safe_load_all(built.stdout)} == set(manifests())
 
 
 def test_kubernetes_objects_select_the_pods_of_the_deployment() -> None:
@@ -521,6 +542,25 @@ def test_unit_gives_its_server_few_rights() -> None:
     )
     assert "Overall exposure level" in rated.stdout, rated.stderr
     assert rated.returncode == 0, rated.stdout
+
+
+@pytest.mark.skipif(ANALYZE is None, reason="systemd-analyze is not installed")
+def test_unit_is_read_by_systemd_without_a_warning(tmp_path: Path) -> None:
+    """Except that this machine has no /opt/shop."""
+    assert ANALYZE is not None
+    unit = tmp_path / "shop.service"
+    program = shutil.which("true")
+    assert program is not None
+    unit.write_text(text_of("wirecall.service").replace("/opt/shop/.venv/bin/wirecall", program))
+    checked = subprocess.run(
+        [ANALYZE, "verify", "--man=no", str(unit)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    about = [line for line in checked.stderr.splitlines() if "shop" in line]
+    assert (checked.returncode, about) == (0, []), checked.stderr
 
 
 def test_unit_reloads_with_the_signal_that_the_server_takes() -> None:

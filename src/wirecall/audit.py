@@ -25,8 +25,8 @@ The rules of the file:
 6. An event loop never waits for the lock. If the lock is taken, a thread waits for it, and later
    lines queue behind the first until that thread has written them all; without a loop the call
    waits in place. The wait is bounded: the holder of the lock may have been stopped, or may be
-   another program. With `fsync`, a line is on the disk before the next one is written, and a thread
-   waits for the disk.
+   another program. With `fsync`, a line is on the disk before the next one is written, and so is
+   the name of a new file. A thread waits for the disk.
 """
 
 import asyncio
@@ -262,7 +262,10 @@ class Audit:
         if self._file is None:
             real = real_path(self.path, NAME)
             os.makedirs(os.path.dirname(real), exist_ok=True)
+            is_new = not os.path.exists(real)
             self._file = _open_trail(real)
+            if is_new and self._fsync:
+                _sync_folder(real)
             if self._portable:
                 self._lock = TransactionLock(real)
             else:
@@ -326,6 +329,8 @@ class Audit:
         try:
             self._put(opened, data)
             os.rename(fresh, real)
+            if self._fsync:
+                _sync_folder(real)
         except BaseException:
             os.close(opened)
             os.unlink(kept)
@@ -429,6 +434,17 @@ def _open_trail(real: str) -> int:
     for name in ("O_CLOEXEC", "O_NOFOLLOW", "O_BINARY"):  # no system has all of them
         flags |= getattr(os, name, 0)
     return os.open(real, flags, 0o600)
+
+
+def _sync_folder(real: str) -> None:
+    """Put the names of a folder's files on the disk: a file without its name is lost."""
+    if IS_PORTABLE:  # such systems open no folders
+        return
+    folder = os.open(os.path.dirname(real), os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def kept_files(path: Path) -> list[Path]:

@@ -250,15 +250,48 @@ async def test_session_continues_after_a_reload_without_a_secret(
 ) -> None:
     """The secret that the first process has made is handed over."""
     async with reloading(tmp_path, "--workers", workers) as server:
-        accept = {"Accept": "application/json, text/event-stream"}
-        who = {"name": "test", "version": "1"}
-        terms = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": who}
-        opened = await server.ask(call("initialize", terms), path="/mcp", fields=accept)
-        session = {"Mcp-Session-Id": opened.headers["mcp-session-id"], **accept}
+        session = await opened(server)
         for _ in range(RELOADS):
             await server.reload()
-            listed = await server.ask(call("tools/list", id=2), path="/mcp", fields=session)
-            assert listed.status == 200
+            assert await listed(server, session) == 200
+
+
+ACCEPT = {"Accept": "application/json, text/event-stream"}
+
+
+async def opened(server: Reloading) -> str:
+    """Open an MCP session and return it."""
+    who = {"name": "test", "version": "1"}
+    terms = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": who}
+    answer = await server.ask(call("initialize", terms), path="/mcp", fields=ACCEPT)
+    return answer.headers["mcp-session-id"]
+
+
+async def listed(server: Reloading, session: str) -> int:
+    """List the tools in a session, and return the status."""
+    fields = {"Mcp-Session-Id": session, **ACCEPT}
+    return (await server.ask(call("tools/list", id=2), path="/mcp", fields=fields)).status
+
+
+async def test_secret_is_replaced_by_reloads_without_ending_a_session(tmp_path: Path) -> None:
+    """The steps of deploy.md. A session of the old secret ends with the last one."""
+    old = "0123456789abcdef" * 4
+    new = "fedcba9876543210" * 4
+    both = 'secret = "file:secret"\nother_secret = "file:other"\n'
+    config = CONFIG.replace("[server]\n", f"[server]\n{both}")
+    (tmp_path / "secret").write_text(old)
+    (tmp_path / "other").write_text(new)
+    async with reloading(tmp_path, "--workers", "2", config=config) as server:
+        first = await opened(server)
+        (tmp_path / "secret").write_text(new)
+        (tmp_path / "other").write_text(old)
+        await server.reload()
+        second = await opened(server)
+        assert [await listed(server, each) for each in (first, second)] == [200, 200]
+        without = config.replace('other_secret = "file:other"\n', "")
+        (tmp_path / "wirecall.toml").write_text(without)
+        await server.reload()
+        assert [await listed(server, each) for each in (first, second)] == [404, 200]
 
 
 @pytest.mark.parametrize("words", sized(small=[("--workers", "2")], full=[(), ("--workers", "2")]))

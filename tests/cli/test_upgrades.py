@@ -10,7 +10,7 @@ import pytest
 
 from tests.balancer import Balancer
 from tests.cli import ROOT
-from tests.cli.test_rolling import (
+from tests.cli.rolling import (
     APP,
     CLIENTS,
     LEASE_OF_KILLED,

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import stat
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -163,20 +165,44 @@ def test_options_of_a_trail_are_settings_of_wirecall_toml(
 async def test_fsync_puts_every_line_on_the_disk_and_spares_the_loop(
     trail: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    synced: list[str] = []
-    fsync = os.fsync
-
-    def note(file: int) -> None:
-        synced.append(threading.current_thread().name)
-        fsync(file)
-
-    monkeypatch.setattr(os, "fsync", note)
+    synced = note_syncs(monkeypatch)
     effects: list[int] = []
     async with app_with(f"file:{trail}?required&fsync", effects) as app:
         await asyncio.gather(*(app.handle(call("put", {"value": n}, key=str(n))) for n in range(5)))
-    assert len(synced) == len(lines(trail)) == 10
-    assert threading.current_thread().name not in synced
+    assert [is_folder for _, is_folder in synced].count(False) == len(lines(trail)) == 10
+    assert threading.current_thread().name not in {thread for thread, _ in synced}
     assert verify(trail).ok
+
+
+def note_syncs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """Note the thread of each fsync, and whether it is of a folder."""
+    synced: list[tuple[str, bool]] = []
+    fsync = os.fsync
+
+    def note(file: int) -> None:
+        is_folder = stat.S_ISDIR(os.fstat(file).st_mode)
+        synced.append((threading.current_thread().name, is_folder))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", note)
+    return synced
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it opens no folders")
+def test_fsync_puts_the_names_of_new_files_on_the_disk(
+    trail: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a file whose lines are on the disk may have no name after a power failure."""
+    synced = note_syncs(monkeypatch)
+    audit = Audit(str(trail), fsync=True, rotate=1000)
+    for number in range(20):
+        audit.append(entry(number))
+    audit.close()
+    files = [*kept_files(trail), trail]
+    assert len(files) > 2
+    assert [is_folder for _, is_folder in synced].count(True) == len(files)
+    Audit(str(trail), fsync=True).append(entry(20))
+    assert [is_folder for _, is_folder in synced].count(True) == len(files)
 
 
 # --- several files --------------------------------------------------------------------------------
@@ -326,3 +352,19 @@ def test_audit_list_finds_what_touched_the_outside(trail: Path) -> None:
     assert found("--until", "1h") == []
     assert len(found()) == 8
     assert "charge  a  ada" in invoke("audit", "list", str(trail)).stdout
+
+
+def test_audit_list_counts_lines_that_cannot_be_read(trail: Path) -> None:
+    """One of them may be about a command that touched the outside."""
+    audit = Audit(str(trail))
+    audit.append(entry(1))
+    audit.close()
+    with trail.open("a") as file:
+        file.write('{"time": 1.0, "meth\n')
+    listed = invoke("audit", "list", str(trail), "--json")
+    facts = json.loads(listed.stdout)
+    assert (len(facts["result"]), facts["unreadable"]) == (1, 1)
+    shown = invoke("audit", "list", str(trail), "--open-world")
+    assert "1 line of the trail cannot be read" in shown.output
+    line = shown.output.partition("wirecall audit verify ")[2].strip()
+    assert invoke("audit", "verify", line).exit_code == 9

@@ -156,20 +156,26 @@ def list_entries(
         )
 
     found: list[JsonObject] = []
+    unreadable = 0
     with progress(sum(each.stat().st_size for each in paths), "Reading") as advance:
         for each in paths:
             with each.open("rb") as opened:
                 for line in opened:
                     entry = _entry_of(line)
-                    if "unreadable" not in entry and is_wanted(entry):
+                    if "unreadable" in entry:
+                        unreadable += 1
+                    elif is_wanted(entry):
                         found.append(entry)
             advance(each.stat().st_size)
 
     def show() -> None:
         for entry in found:
             click.echo(_line_of(entry))
+        if unreadable:
+            what = f"{count_of(unreadable, 'line')} of the trail cannot be read"
+            out.note(f"{what}: wirecall audit verify {path}", "failed")
 
-    out.result(found, show)
+    out.result(found, show, unreadable=unreadable)
 
 
 @audit_command.command("tail")
