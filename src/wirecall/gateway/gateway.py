@@ -497,7 +497,7 @@ class Gateway(App):
         if not upstream.is_up or self.has_singles(upstream):
             return None
         listing = self._lists.get((upstream.name, self._unit(upstream, caller, session), kind))
-        # After that time somebody has to ask: the server may change it without a notification.
+        # After that time the gateway asks again: the server may change it without a notification.
         if listing is None or listing.until <= self._clock.time():
             return None
         return listing.entries
