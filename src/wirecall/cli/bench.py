@@ -30,6 +30,9 @@ from wirecall.cli.arguments import arguments
 from wirecall.cli.failures import CliError, Exit, Interrupted, failure_of
 from wirecall.cli.figures import Arrivals, Check, NotACheck, bars, milliseconds
 from wirecall.cli.load import (
+    CALL_NUMBER,
+    FIRST,
+    NUMBER,
     Call,
     Connection,
     Difference,
@@ -484,8 +487,54 @@ def _offer(offers: list[Offer] | None, name: str, target: Target) -> Offer | Non
 def _params(
     words: tuple[str, ...], whole: str | None, offer: Offer | None, name: str, target: Target
 ) -> Any:
+    """Return the arguments, checked with a number of a call in place of each `{n}`."""
     schema = None if offer is None else offer.schema
-    return arguments(words, whole, schema, help=target.line("show", name)) or None
+    help = target.line("show", name)
+    number = _unused_number(words, whole)
+
+    def read(whole: str | None) -> Any:
+        numbered = [word.replace(NUMBER, number) for word in words]
+        if whole is not None:
+            whole = whole.replace(NUMBER, number)
+        try:
+            values = arguments(tuple(numbered), whole, schema, help=help)
+        except CliError as error:
+            error.why = error.why.replace(number, NUMBER)
+            raise
+        return _with_places(values, number) or None
+
+    try:
+        return read(whole)
+    except CliError:
+        if whole is None or f'"{NUMBER}"' not in whole:
+            raise
+        # JSON has no other way to write it where the method takes a number.
+        try:
+            return read(whole.replace(f'"{NUMBER}"', NUMBER))
+        except CliError:
+            pass
+        raise
+
+
+def _unused_number(words: tuple[str, ...], whole: str | None) -> str:
+    """Return a number that occurs in no argument."""
+    number = FIRST
+    while any(str(number) in each for each in (*words, whole or "")):
+        number += 1
+    return str(number)
+
+
+def _with_places(value: Any, number: str) -> Any:
+    """Return arguments with places for the number of the call, where this number is."""
+    if isinstance(value, str):
+        return value.replace(number, NUMBER)
+    if isinstance(value, (int, float)) and value == int(number):
+        return CALL_NUMBER
+    if isinstance(value, list):
+        return [_with_places(each, number) for each in value]
+    if isinstance(value, dict):
+        return {name: _with_places(each, number) for name, each in value.items()}
+    return value
 
 
 def _as_call(name: str, params: Any, weight: float, offer: Offer | None, plan: Plan) -> Chosen:
@@ -529,7 +578,7 @@ async def _trial(client: Any, chosen: Sequence[Chosen], plan: Plan) -> dict[str,
     results: dict[str, Raw] = {}
     for each in chosen:
         call = each.call
-        request = call.request(0)
+        request = call.request(FIRST - 1)
         async with client.batch() as batch:
             add = batch.call_tool if client.revision else batch.call
             entry = add(call.name, request.params, key=request.key or False)
@@ -687,7 +736,7 @@ class Report(Struct, kw_only=True):
                 "ratio": round(self.ratio, 3),
             }
         document["checks"] = [
-            {"check": check.text, "found": round(found[check.name], 4), "passed": check in passed}
+            {"check": check.text, "found": round(found[check.name], 4), "failed": check in passed}
             for check in plan.checks
         ]
         return document

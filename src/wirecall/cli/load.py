@@ -62,8 +62,21 @@ GLANCE = 0.001
 _AGAIN = (NotSent, ConnectionLost, KeyInProgress, Busy, LedgerUnavailable, AuditUnavailable)
 
 
+class CallNumber:
+    """Stands for the number of the call where a method takes a number."""
+
+    def __repr__(self) -> str:
+        return NUMBER
+
+
+CALL_NUMBER = CallNumber()
+
+
 class Call(Struct, frozen=True):
-    """One kind of call of the mix. In its strings, `{n}` stands for the number of the call."""
+    """One kind of call of the mix.
+
+    In its params, `CALL_NUMBER` stands for the number of the call, and so does `{n}` in strings.
+    """
 
     name: str
     params: Any
@@ -83,6 +96,8 @@ class Call(Struct, frozen=True):
 
 
 def _numbered(value: Any, number: str) -> Any:
+    if value is CALL_NUMBER:
+        return int(number)
     if isinstance(value, str):
         return value.replace(NUMBER, number)
     if isinstance(value, list):
