@@ -194,7 +194,8 @@ def status_command(http: str | None, headers: dict[str, str], out: Printer) -> N
     out.table((*columns, "starts", "unknown"), rows)
     for name, each in found["upstreams"].items():
         if not each["up"] and each["reason"]:
-            out.note(f"{name}: {each['reason']}", "warning")
+            # Last words of a server may have several lines.
+            out.note(f"{name}: {' '.join(each['reason'].split())}", "warning")
         if each["unknown"]:
             records = count_of(each["unknown"], "command")
             out.note(f"{name}: {records} with an unknown outcome: wirecall ledger list", "warning")
