@@ -95,10 +95,14 @@ def check_command(out: Printer) -> Exit | None:
 
     settings = msgspec.structs.replace(_settings(), ledger="memory:")
 
+    def answered(name: str, tools: int, revision: str) -> None:
+        # At once: another server may take a minute.
+        out.note(f"{name}: {count_of(tools, 'tool')}, MCP {revision}", "ok")
+
     async def make() -> Plan:
         gateway = Gateway(settings)
         try:
-            return await planned(gateway)
+            return await planned(gateway, None if out.as_json else answered)
         finally:
             await gateway.aclose(1.0)
 
@@ -113,9 +117,6 @@ def check_command(out: Printer) -> Exit | None:
                 for t in plan.tools
             ],
         )
-        for name, revision in plan.revisions.items():
-            tools = count_of(sum(tool.upstream == name for tool in plan.tools), "tool")
-            out.note(f"{name}: {tools}, MCP {revision}", "ok")
         for finding in plan.findings:
             out.note(finding, "warning")
         out.note(f"{count_of(len(plan.findings), 'finding')}")
