@@ -236,7 +236,7 @@ async def test_server_that_quits_is_down_in_the_status(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """G9: it could be started, but not greeted; its last words are in the status and on stderr."""
-    command = [sys.executable, "-c", "import sys; sys.exit('no licence')"]
+    command = [sys.executable, "-c", "import sys; sys.exit('no licence\\n\\nbuy one')"]
     more = [UpstreamSettings("quits", command=command)]
     async with Bench(tmp_path, names=("bank",), more=more).serving() as bench:
         await bench.gateway.reach_all()
@@ -247,5 +247,6 @@ async def test_server_that_quits_is_down_in_the_status(
         assert len(found["bank"]["pids"]) == 1 and found["bank"]["in_flight"] == 0
     lines = capsys.readouterr().err.splitlines()
     [line] = {line for line in lines if line.startswith("quits:")}
-    assert line == "quits: the server process ended with 1; its last words: no licence"
+    expected = "quits: the server process ended with 1; its last words: no licence buy one"
+    assert line == expected, "on one line"
     assert "bank: ready, 2 tools" in lines

@@ -1,5 +1,6 @@
 """Limits and security of a gateway, and servers that are bad from their first line on."""
 
+import asyncio
 import io
 import json
 import logging
@@ -102,6 +103,23 @@ async def test_gateway_in_front_of_a_server_that_is_mute_says_what_it_printed(
         assert status["up"] is False and words in status["reason"]
         [finding] = (await plan.planned(bench.gateway)).findings
         assert finding.startswith("bad: it did not answer initialize within")
+
+
+async def test_plan_names_a_server_as_soon_as_it_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G11: a person sees which servers answer while another one is mute."""
+    monkeypatch.setattr("wirecall.gateway.session.START_TIME", 3600.0)
+    mute = UpstreamSettings("mute", command=["/bin/sh", "-c", "cat >/dev/null"])
+    answered: list[tuple[str, int, str]] = []
+    async with Bench(tmp_path, names=("bank",), more=[mute]).serving() as bench:
+        planning = asyncio.create_task(
+            plan.planned(bench.gateway, lambda *found: answered.append(found))
+        )
+        await until(lambda: answered)
+        planning.cancel()
+        await asyncio.wait([planning])
+    assert answered == [("bank", 2, "2025-11-25")]
 
 
 async def test_process_that_does_not_answer_is_not_up(tmp_path: Path) -> None:

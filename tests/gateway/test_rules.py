@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import sqlite3
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -216,3 +218,18 @@ def test_status_asks_this_machine_for_a_gateway_that_serves_all_addresses(
     stated: str, asked: str
 ) -> None:
     assert _reachable(f"{stated}:8430") == f"{asked}:8430"
+
+
+async def test_answer_is_kept_for_fifteen_minutes_and_the_arguments_are_not(tmp_path: Path) -> None:
+    """Section 8, secrets at rest: the record has a digest of the arguments."""
+    ledger = f"sqlite:{tmp_path / 'ledger.db'}"
+    async with Bench(tmp_path, names=("bank",), ledger=ledger).serving() as bench:
+        session = await opened(bench)
+        assert "result" in await called(bench, session, "pay", "k", to="argument-91c2")
+        [record] = await (await bench.gateway.ledger()).list()
+        assert record.params is None and record.outcome is not None
+        with closing(sqlite3.connect(tmp_path / "ledger.db")) as database:
+            [(kept,)] = database.execute("SELECT lease FROM wirecall_commands").fetchall()
+            stored = "\n".join(database.iterdump())
+        assert kept == 900.0  # of a record that has ended, it is the retention
+        assert "argument-91c2" not in stored and b"paid" in (record.outcome.payload or b"")

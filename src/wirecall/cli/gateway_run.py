@@ -102,10 +102,14 @@ def check_command(out: Printer) -> Exit | None:
 
     settings = msgspec.structs.replace(_settings(), ledger="memory:")
 
+    def answered(name: str, tools: int, revision: str) -> None:
+        # At once: another server may take a minute.
+        out.note(f"{name}: {count_of(tools, 'tool')}, MCP {revision}", "ok")
+
     async def make() -> Plan:
         gateway = Gateway(settings)
         try:
-            return await planned(gateway)
+            return await planned(gateway, None if out.as_json else answered)
         finally:
             await gateway.aclose(1.0)
 
@@ -120,9 +124,6 @@ def check_command(out: Printer) -> Exit | None:
                 for t in plan.tools
             ],
         )
-        for name, revision in plan.revisions.items():
-            tools = count_of(sum(tool.upstream == name for tool in plan.tools), "tool")
-            out.note(f"{name}: {tools}, MCP {revision}", "ok")
         for finding in plan.findings:
             out.note(finding, "warning")
         out.note(f"{count_of(len(plan.findings), 'finding')}")
@@ -201,7 +202,8 @@ def status_command(http: str | None, headers: dict[str, str], out: Printer) -> N
     out.table((*columns, "starts", "unknown"), rows)
     for name, each in found["upstreams"].items():
         if not each["up"] and each["reason"]:
-            out.note(f"{name}: {each['reason']}", "warning")
+            # Last words of a server may have several lines.
+            out.note(f"{name}: {' '.join(each['reason'].split())}", "warning")
         if each["unknown"]:
             records = count_of(each["unknown"], "command")
             out.note(f"{name}: {records} with an unknown outcome: wirecall ledger list", "warning")

@@ -676,7 +676,8 @@ class MergedFront(Front):
         """Raise `UpstreamUnavailable` if a tool may be that of an upstream that is down."""
         server = name.partition("__")[0]
         if server in missing:
-            raise self.gateway.upstreams[server].unavailable("it is down")
+            upstream = self.gateway.upstreams[server]
+            raise upstream.unavailable(upstream.breaker.reason or "it has not answered yet")
         down = ", ".join(missing)
         raise UpstreamUnavailable(
             f"no server that is up has the tool {name[:100]!r}, and these are down: {down}",

@@ -1,6 +1,7 @@
 """What a gateway would do: each tool of each upstream, query or command, and what is odd about it."""
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -38,11 +39,18 @@ class Plan(Struct):
     findings: list[str] = []
 
 
-async def planned(gateway: "Gateway") -> Plan:
-    """Start each upstream once, and return the plan."""
+async def planned(
+    gateway: "Gateway", on_answer: Callable[[str, int, str], None] | None = None
+) -> Plan:
+    """Start each upstream once, and return the plan.
+
+    `on_answer` is called with the name, the number of tools and the revision of each that answers.
+    """
     plan = Plan()
     upstreams = list(gateway.upstreams.values())
-    found = await asyncio.gather(*(_tools_of(gateway, upstream, plan) for upstream in upstreams))
+    found = await asyncio.gather(
+        *(_tools_of(gateway, upstream, plan, on_answer) for upstream in upstreams)
+    )
     lists = {upstream.name: tools for upstream, tools in zip(upstreams, found, strict=True)}
     table = merged("tools", lists, prefixes=gateway.settings.names == "prefix")
     names = {(place.server, place.name): own for own, place in table.places.items()}
@@ -56,7 +64,12 @@ async def planned(gateway: "Gateway") -> Plan:
     return plan
 
 
-async def _tools_of(gateway: "Gateway", upstream: "Upstream", plan: Plan) -> list[Raw]:
+async def _tools_of(
+    gateway: "Gateway",
+    upstream: "Upstream",
+    plan: Plan,
+    on_answer: Callable[[str, int, str], None] | None,
+) -> list[Raw]:
     """Return the tools of an upstream; a finding if it does not give them."""
     client = Session(HANDSHAKE[-1])
     try:
@@ -68,6 +81,8 @@ async def _tools_of(gateway: "Gateway", upstream: "Upstream", plan: Plan) -> lis
         return []
     if revision is not None:
         plan.revisions[upstream.name] = revision.name
+        if on_answer is not None:
+            on_answer(upstream.name, len(tools), revision.name)
     return tools
 
 

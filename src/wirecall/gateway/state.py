@@ -100,10 +100,11 @@ async def probe(gateway: "Gateway", upstream: "Upstream") -> JsonObject:
 
 
 def reason_of(error: RpcError | CallFailed) -> str:
-    """Return why an upstream does not answer, in one sentence."""
+    """Return why an upstream does not answer, on one line: last words of a server may have more."""
+    reason = str(error)
     if isinstance(error, RpcError) and isinstance(error.data, dict):
-        return str(error.data.get("reason", error))
-    return str(error)
+        reason = str(error.data.get("reason", error))
+    return " ".join(reason.split())
 
 
 def named_reason(name: str, error: RpcError | CallFailed) -> str:
