@@ -179,6 +179,12 @@ def serve_newest(message: dict[str, Any]) -> None:
         note("pay slowly")
         POLLS.append(params["arguments"]["polls"])
         reply(id, result={"resultType": "task", **task()})
+    elif message["method"] == "subscriptions/listen":
+        note("listen")
+        if FILE.with_suffix(".listen").exists():
+            reply(id, result={"resultType": "complete"})  # it ends each stream at once
+        else:
+            reply(id, error={"code": -32601, "message": "no streams"})
     elif message["method"] == "tasks/get":
         POLLS[-1] -= 1
         reply(id, result={"resultType": "complete", **task()})
@@ -221,7 +227,10 @@ def serve(message: dict[str, Any]) -> None:
         more = [ASK] if IS_NEWEST else []
         if FILE.with_suffix(".tools").exists():
             more += json.loads(FILE.with_suffix(".tools").read_text())
-        reply(message["id"], result={"tools": [*TOOLS, *more]})
+        kept = {}
+        if FILE.with_suffix(".kept").exists():
+            kept = json.loads(FILE.with_suffix(".kept").read_text())
+        reply(message["id"], result={"tools": [*TOOLS, *more], **kept})
     elif method == "tools/call" and message["params"]["name"] == "look":
         then = message["params"].get("arguments", {}).get("then")
         if then == "die":

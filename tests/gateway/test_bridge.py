@@ -13,7 +13,7 @@ import pytest
 
 from tests.client.conftest import nothing_is_left as nothing_is_left
 from tests.client.peers import served, until
-from tests.gateway.bench import BOTH, Bench, newest
+from tests.gateway.bench import BOTH, Bench, Held, newest
 from tests.gateway.fronts import effects, enveloped, introduction, message_of
 from wirecall import App, Context
 from wirecall.errors import RpcError
@@ -282,6 +282,50 @@ async def test_lists_are_read_again_after_a_restart_of_the_server(tmp_path: Path
         async with asyncio.timeout(PATIENCE):
             assert (await anext(aiter(changes))).kind == "tools"
         assert len(await client.list_tools()) == before + 1
+
+
+async def test_list_is_read_again_when_its_time_is_over(tmp_path: Path) -> None:
+    """Section 6: a server that does not notify says how long its list may be kept, and so does /mcp."""
+    clock = Held()
+    bench = Bench(tmp_path, names=(), more=[newest(tmp_path)], clock=clock)
+    (tmp_path / "new.kept").write_text('{"ttlMs": 60000, "cacheScope": "public"}')
+    headers = {"Mcp-Protocol-Version": NEW, "Mcp-Method": "tools/list"}
+
+    async def listed(http: aiohttp.ClientSession) -> tuple[int, int, str]:
+        message = message_of("tools/list", enveloped({}), 1)
+        async with http.post(f"{bench.url}/mcp", data=message, headers=headers) as answer:
+            found = (await answer.json())["result"]
+        return len(found["tools"]), found["ttlMs"], found["cacheScope"]
+
+    async with bench.serving(), aiohttp.ClientSession(headers=BOTH) as http:
+        count, *kept = await listed(http)
+        assert kept == [60_000, "public"]
+        (tmp_path / "new.tools").write_text('[{"name": "more", "inputSchema": {}}]')
+        clock.move(59.0)
+        assert await listed(http) == (count, 1000, "public")
+        clock.move(1.0)
+        assert await listed(http) == (count + 1, 60_000, "public")
+
+
+async def test_stream_of_changes_that_ends_at_once_begins_again_after_a_pause(
+    tmp_path: Path,
+) -> None:
+    """Section 6: not with each request, and neither is the list read for each of them."""
+    clock = Held()
+    bench = Bench(tmp_path, names=(), more=[newest(tmp_path)], clock=clock)
+    (tmp_path / "new.listen").touch()
+    file = bench.file("new")
+
+    def begun() -> int:
+        return file.read_text().count("listen")
+
+    async with bench.serving(), bench.client("/mcp/new", revision=NEW) as client:
+        for _ in range(5):
+            await client.call_tool("look")
+        await until(lambda: clock.sleeping)
+        assert begun() == 1
+        clock.move(clock.sleeping[0][0] - clock.now)
+        await until(lambda: begun() == 2)
 
 
 # --- log messages ---------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from tests.gateway.bench import BOTH, Bench, Held
 from tests.gateway.fronts import Client, introduction, message_of, wrapped
 from wirecall.errors import BadAnswer, RpcError
 from wirecall.gateway import fronts, gateway, relay
-from wirecall.gateway.fronts import read_list
+from wirecall.gateway.fronts import Listing, read_list
 from wirecall.gateway.session import UpstreamSession, Wishes
 from wirecall.gateway.upstream import LINK_TIME, STARTS, Origin, PacedChild, Starts, Upstream
 from wirecall.mcp.revisions import HANDSHAKE
@@ -82,7 +82,7 @@ async def test_list_that_changes_while_it_is_read_is_read_again(
     """The server's answer and its notification may come in one piece of bytes."""
     reads: list[str] = []
 
-    async def read(conversation: UpstreamSession, kind: str) -> list[Raw]:
+    async def read(conversation: UpstreamSession, kind: str) -> Listing:
         found = await read_list(conversation, kind)
         reads.append(kind)
         if len(reads) == 1:
@@ -289,7 +289,7 @@ async def test_lists_and_levels_of_sessions_that_are_not_ended_are_limited(
     monkeypatch.setattr(gateway, "MOST_LISTS", 3)
     monkeypatch.setattr(gateway, "MOST_LEVELS", 3)
     gate = bench.gateway
-    gate._lists = {("bank", f"session {number}", "tools"): [] for number in range(3)}
+    gate._lists = {("bank", f"session {number}", "tools"): Listing([]) for number in range(3)}
     gate._levels = {("bank", f"session {number}"): "error" for number in range(3)}
     session = Session(HANDSHAKE[-1])
     await gate.entries(gate.upstreams["bank"], "tools", "", session)

@@ -2,7 +2,7 @@
 
 1. There is one stream for each conversation. It asks for the changes of all lists, and of the
    resources that clients have subscribed to. Another resource begins another stream.
-2. A stream that has ended begins again: over HTTP after a pause, and on a pipe with the next answer
+2. A stream that has ended begins again after a pause; if its pipe has ended, with the next answer
    of the server, since a child is started by calls alone. Changes may have been missed by then, so
    the lists are read again.
 3. A server that refuses the stream is not asked again.
@@ -86,7 +86,8 @@ class Changes:
                 return
             except CallFailed as error:
                 logger.debug("a stream of %s ended: %s", session.upstream.name, error)
-            if session.link.is_pipe:
+            # The next request makes another pipe, and begins another stream.
+            if not session.link_is_there:
                 return
             # Some servers end each stream at once.
             if session.upstream.clock.time() - begun > LONGEST_PAUSE:

@@ -6,13 +6,14 @@ as the upstream's `share` says. Such a conversation declares nothing, so its ser
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from msgspec import UNSET, Raw, structs
+from msgspec import UNSET, Raw, Struct, structs
 
 from wirecall.aio import Signal
 from wirecall.errors import (
@@ -79,6 +80,7 @@ _decode_initialize = msgspec.json.Decoder(types.Initialize).decode
 _decode_listen = msgspec.json.Decoder(types.Listen).decode
 _decode_text = msgspec.json.Decoder(str).decode
 _decode_entries = msgspec.json.Decoder(list[Raw]).decode
+_decode_ttl = msgspec.json.Decoder(int).decode
 
 
 class Front(Server):
@@ -501,7 +503,7 @@ class MergedFront(Front):
         table, missing = await self._table(kind, peer.sender.caller, peer.session)
         page: dict[str, Any] = {kind: Raw(table.encoded)}
         if peer.session.revision.has("caching"):
-            page |= {"ttlMs": 0, "cacheScope": "private"}
+            page |= self.gateway.kept_for(kind, peer.sender.caller, peer.session)
         if missing:
             page["_meta"] = {MISSING_META: missing}
             for name in missing:
@@ -730,9 +732,38 @@ def wants_level(session: Session, level: str) -> bool:
     return types.LEVELS.index(level) >= types.LEVELS.index(least)
 
 
-async def read_list(session: UpstreamSession, kind: str) -> list[Raw]:
-    """Return all entries of a list of an upstream."""
-    entries: list[Raw] = []
+class Listing(Struct):
+    """A list of an upstream, and for how long it may be kept (2026-07-28)."""
+
+    entries: list[Raw]
+    # Milliseconds. None: the server does not say, and notifies of each change.
+    ttl: int | None = None
+    # Every caller gets the same list.
+    is_public: bool = True
+    # The time until which it is good.
+    until: float = math.inf
+
+    def take(self, page: dict[str, Raw], kind: str) -> None:
+        """Take a page of the list."""
+        try:
+            self.entries += _decode_entries(page.get(kind, b"[]"))
+        except msgspec.DecodeError as error:
+            raise BadAnswer(f"the list of {kind} cannot be read: {error}") from None
+        scope = bytes(page.get("cacheScope", b""))
+        self.is_public = self.is_public and scope == b'"public"'
+        stated = page.get("ttlMs")
+        if stated is None:
+            return
+        try:
+            ttl = max(0, _decode_ttl(stated))
+        except msgspec.DecodeError:
+            ttl = 0
+        self.ttl = ttl if self.ttl is None else min(ttl, self.ttl)
+
+
+async def read_list(session: UpstreamSession, kind: str) -> Listing:
+    """Return a list of an upstream, with the entries of all pages."""
+    listing = Listing([])
     members: dict[str, Any] = {}
     if session.revision in STATELESS:
         members = {**members_of(envelope())}
@@ -741,14 +772,11 @@ async def read_list(session: UpstreamSession, kind: str) -> list[Raw]:
         found = members_of(page)
         if kind == "tools":
             session.upstream.learn(page, is_first="cursor" not in members)
-        try:
-            entries += _decode_entries(found.get(kind, b"[]"))
-        except msgspec.DecodeError as error:
-            raise BadAnswer(f"the list of {kind} cannot be read: {error}") from None
+        listing.take(found, kind)
         if "nextCursor" not in found:
-            return entries
+            break
         members["cursor"] = found["nextCursor"]
-    return entries
+    return listing
 
 
 def kinds_of(message: Arrived) -> tuple[str, ...]:

@@ -7,6 +7,7 @@
 """
 
 import asyncio
+import math
 import os
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Mapping
@@ -25,6 +26,7 @@ from wirecall.gateway.fronts import (
     BACK_AFTER,
     BACK_AT_MOST,
     Front,
+    Listing,
     MergedFront,
     UpstreamFront,
     changed,
@@ -136,7 +138,7 @@ class Gateway(App):
         # The least log level that clients have asked for, by upstream and unit of sharing.
         self._levels: dict[tuple[str, str], str] = {}
         # The lists of upstreams: those that are valid, and the last that were seen.
-        self._lists: dict[tuple[str, str, str], list[Raw]] = {}
+        self._lists: dict[tuple[str, str, str], Listing] = {}
         self.seen: dict[tuple[str, str], list[Raw]] = {}
         # How often upstreams have said that a list has changed.
         self._changes: Counter[tuple[str, str]] = Counter()
@@ -399,15 +401,15 @@ class Gateway(App):
             if before is not None:
                 self.start(self._compare(conversation, kind, before))
 
-    async def _compare(self, conversation: UpstreamSession, kind: str, before: list[Raw]) -> None:
+    async def _compare(self, conversation: UpstreamSession, kind: str, before: Listing) -> None:
         """Tell clients that a list has changed, if it has."""
         try:
-            now = await read_list(conversation, kind)
+            now = (await read_list(conversation, kind)).entries
         except (RpcError, CallFailed):
             return  # the next client that asks reads it
         if kind == "tools":
             now = conversation.upstream.allowed(now)
-        if [bytes(each) for each in now] != [bytes(each) for each in before]:
+        if [bytes(each) for each in now] != [bytes(each) for each in before.entries]:
             for front in self._fronts_of(conversation.upstream):
                 front.hub.notify("resources" if kind == "resourceTemplates" else kind)
 
@@ -457,7 +459,24 @@ class Gateway(App):
         # Without a conversation that stays, a change of the list is not noticed.
         if not upstream.is_up or self.has_singles(upstream):
             return None
-        return self._lists.get((upstream.name, self._unit(upstream, caller, session), kind))
+        listing = self._lists.get((upstream.name, self._unit(upstream, caller, session), kind))
+        # After that time it is read again: the server may have changed it without a notification.
+        if listing is None or listing.until <= self._clock.time():
+            return None
+        return listing.entries
+
+    def kept_for(self, kind: str, caller: str, session: Session) -> dict[str, Any]:
+        """Return for how long a client may keep a merged list: as long as each of its parts."""
+        until = math.inf
+        is_public = self.access is None
+        for name, upstream in self.upstreams.items():
+            listing = self._lists.get((name, self._unit(upstream, caller, session), kind))
+            if listing is None or listing.ttl is None:
+                return {"ttlMs": 0, "cacheScope": "private"}
+            until = min(until, listing.until)
+            is_public = is_public and listing.is_public and self._shares[name] == "all"
+        left = max(0, int(1000 * (until - self._clock.time())))
+        return {"ttlMs": left, "cacheScope": "public" if is_public else "private"}
 
     async def entries(
         self, upstream: Upstream, kind: str, caller: str, session: Session
@@ -468,19 +487,22 @@ class Gateway(App):
             return known
         key = (upstream.name, self._unit(upstream, caller, session), kind)
         changes = self._changes[upstream.name, kind]
-        found: list[Raw] = []
+        listing = Listing([])
+        began = self._clock.time()
         async with self.conversation(upstream, caller, session) as conversation:
             if offers(conversation.described(), kind):
                 await conversation.ready()
-                found = await read_list(conversation, kind)
+                listing = await read_list(conversation, kind)
         if kind == "tools":
-            found = upstream.allowed(found)
-        self.seen[upstream.name, kind] = found
+            listing.entries = upstream.allowed(listing.entries)
+        if listing.ttl is not None:
+            listing.until = began + listing.ttl / 1000
+        self.seen[upstream.name, kind] = listing.entries
         # Else it has changed while it was read.
         if self._changes[upstream.name, kind] == changes:
-            self._lists[key] = found
+            self._lists[key] = listing
             _limit(self._lists, MOST_LISTS)
-        return found
+        return listing.entries
 
     # --- in the background ------------------------------------------------------------------------
 

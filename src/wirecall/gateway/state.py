@@ -91,7 +91,7 @@ async def probe(gateway: "Gateway", upstream: "Upstream") -> JsonObject:
             async with gateway.conversation(upstream, "", client) as conversation:
                 await conversation.ready()
                 if offers(conversation.described(), "tools"):
-                    count = len(await read_list(conversation, "tools"))
+                    count = len((await read_list(conversation, "tools")).entries)
     except TimeoutError:
         return {"ok": False, "error": f"no answer within {PROBE_TIME:g} s", "ms": _ms(began)}
     except (RpcError, CallFailed) as error:
