@@ -19,6 +19,7 @@ from tests.gateway.fronts import Client, introduction, message_of, wrapped
 from wirecall.errors import BadAnswer, RpcError
 from wirecall.gateway import fronts, gateway, relay
 from wirecall.gateway.fronts import Listing, read_list
+from wirecall.gateway.gateway import TELL_EVERY
 from wirecall.gateway.session import UpstreamSession, Wishes
 from wirecall.gateway.upstream import LINK_TIME, STARTS, Origin, PacedChild, Starts, Upstream
 from wirecall.mcp.revisions import HANDSHAKE
@@ -95,6 +96,36 @@ async def test_list_that_changes_while_it_is_read_is_read_again(
     for _ in range(3):
         await bench.gateway.entries(upstream, "tools", "", Session(HANDSHAKE[-1]))
     assert len(reads) == 2
+
+
+async def test_clients_are_notified_of_a_list_only_if_it_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Section 6: a flood of `list_changed` is compared at once, and then every 250 ms."""
+    clock = Held()
+    async with Bench(tmp_path, names=("bank",), clock=clock).serving() as bench:
+        gate = bench.gateway
+        await until(lambda: gate._lists)
+        [conversation] = gate._talks(gate.upstreams["bank"])
+        seen: list[str] = []
+        monkeypatch.setattr(gate._fronts["/mcp"].hub, "notify", seen.append)
+
+        def flood() -> None:
+            for _ in range(100):
+                gate._notified(conversation, "", CHANGED)
+
+        flood()
+        await until(lambda: clock.sleeping)
+        assert seen == [] and gate._lists, "it is what it was"
+        bench.file("bank").with_suffix(".tools").write_text('[{"name": "more"}]')
+        flood()
+        assert seen == []
+        clock.move(TELL_EVERY)
+        await until(lambda: seen and clock.sleeping)
+        assert seen == ["tools"]
+        clock.move(TELL_EVERY)
+        await until(lambda: not gate._comparing)
+        assert seen == ["tools"] and gate._lists
 
 
 async def test_list_that_cannot_be_read_is_a_bad_answer() -> None:

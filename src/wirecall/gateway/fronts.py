@@ -715,15 +715,11 @@ def _read_now(task: "asyncio.Task[list[Raw] | None]") -> list[Raw] | None:
     return task.result()
 
 
-def changed(front: Front, upstream: "Upstream", message: Arrived) -> None:
-    """Tell the clients of a front what has changed at an upstream."""
-    for kind in _CHANGES.get(str(message.method), ()):
-        if kind != "resourceTemplates":
-            front.hub.notify(kind)
-    if message.method == "notifications/resources/updated" and message.params is not UNSET:
-        uri = members_of(message.params).get("uri")
-        if uri is not None:
-            front.hub.notify("updated", front.own_uri(upstream, _decode_text(uri)))
+def updated(front: Front, upstream: "Upstream", message: Arrived) -> None:
+    """Tell the clients of a front that a resource of an upstream has changed."""
+    uri = members_of(message.params).get("uri")
+    if uri is not None:
+        front.hub.notify("updated", front.own_uri(upstream, _decode_text(uri)))
 
 
 def level_of(message: Arrived) -> str:

@@ -29,11 +29,11 @@ from wirecall.gateway.fronts import (
     Listing,
     MergedFront,
     UpstreamFront,
-    changed,
     kinds_of,
     level_of,
     offers,
     read_list,
+    updated,
     wants_level,
 )
 from wirecall.gateway.offers import NAMED
@@ -72,6 +72,8 @@ MOST_SESSIONS = 16
 NEWEST = " newest"
 # Conversations that have ended, and whose log level and subscriptions the next one repeats.
 MOST_WISHES = 1000
+# Seconds between two comparisons of a list of which its server says that it has changed.
+TELL_EVERY = 0.25
 # Lists that are kept, and log levels. Most clients do not end their sessions.
 MOST_LISTS = 1000
 MOST_LEVELS = 10_000
@@ -140,6 +142,10 @@ class Gateway(App):
         # The lists of upstreams: those that are valid, and the last that were seen.
         self._lists: dict[tuple[str, str, str], Listing] = {}
         self.seen: dict[tuple[str, str], list[Raw]] = {}
+        # Lists that clients have got, and that have changed since, as their servers say.
+        self._before: dict[tuple[str, str, str], Listing] = {}
+        # Those that are compared with what they are now.
+        self._comparing: set[tuple[str, str, str]] = set()
         # How often upstreams have said that a list has changed.
         self._changes: Counter[tuple[str, str]] = Counter()
         self._fronts: dict[str, Front] = {}
@@ -395,15 +401,13 @@ class Gateway(App):
         upstream = conversation.upstream
         kinds = kinds_of(message)
         for kind in kinds:
-            self._changes[upstream.name, kind] += 1
-            for key in [key for key in self._lists if (key[0], key[2]) == (upstream.name, kind)]:
-                del self._lists[key]
-            if kind == "tools":
-                upstream.tools = None
+            self._list_changed(conversation, unit, kind)
         fronts = self._fronts_of(upstream)
-        if kinds or message.method == "notifications/resources/updated":
+        if kinds:
+            return
+        if message.method == "notifications/resources/updated":
             for front in fronts:
-                changed(front, upstream, message)
+                updated(front, upstream, message)
             return
         level: str | None = None
         if message.method == "notifications/message":
@@ -430,25 +434,87 @@ class Gateway(App):
         paths = ("/mcp", f"/mcp/{upstream.name}")
         return [self._fronts[path] for path in paths if path in self._fronts]
 
+    def _list_changed(self, conversation: UpstreamSession, unit: str, kind: str) -> None:
+        """Note that a list is not valid any more, and find out what has changed."""
+        upstream = conversation.upstream
+        self._changes[upstream.name, kind] += 1
+        for key in [key for key in self._lists if (key[0], key[2]) == (upstream.name, kind)]:
+            self._before[key] = self._lists.pop(key)
+            _limit(self._before, MOST_LISTS)
+        if kind == "tools":
+            upstream.tools = None
+        place = (upstream.name, unit, kind)
+        if place not in self._comparing:
+            self._comparing.add(place)
+            self.start(self._compare_all(conversation, place))
+
+    async def _compare_all(
+        self, conversation: UpstreamSession, place: tuple[str, str, str]
+    ) -> None:
+        """Tell clients that a list has changed, if it has: once for changes that come together."""
+        name, _, kind = place
+        try:
+            known = -1
+            while known != self._changes[name, kind]:
+                known = self._changes[name, kind]
+                before = self._before.pop(place, None)
+                is_read = before is not None and await self._compare(conversation, place, before)
+                # Each change of resources is one of templates too.
+                if not is_read and kind != "resourceTemplates":
+                    self._tell_change(conversation.upstream, kind)
+                await self._clock.sleep(TELL_EVERY)
+        finally:
+            self._comparing.discard(place)
+
+    def _tell_change(self, upstream: Upstream, kind: str) -> None:
+        """Tell clients that a list of an upstream has changed."""
+        for front in self._fronts_of(upstream):
+            front.hub.notify("resources" if kind == "resourceTemplates" else kind)
+
     def _renewed(self, conversation: UpstreamSession, unit: str) -> None:
         """Read the lists again: another server has taken the place of the first."""
         name = conversation.upstream.name
         for kind in NAMED:
-            before = self._lists.pop((name, unit, kind), None)
+            place = (name, unit, kind)
+            before = self._lists.pop(place, None)
             if before is not None:
-                self.start(self._compare(conversation, kind, before))
+                self.start(self._compare(conversation, place, before))
 
-    async def _compare(self, conversation: UpstreamSession, kind: str, before: Listing) -> None:
-        """Tell clients that a list has changed, if it has."""
+    async def _compare(
+        self, conversation: UpstreamSession, place: tuple[str, str, str], before: Listing
+    ) -> bool:
+        """Read a list, and tell clients if it has changed; return False if it cannot be read."""
+        name, unit, kind = place
+        is_open = self._open_one((name, unit)) is conversation
+        if not is_open or not conversation.link_is_there:
+            return False
         try:
-            now = (await read_list(conversation, kind)).entries
+            now = await self._read(conversation, place)
         except (RpcError, CallFailed):
-            return  # the next client that asks reads it
+            return False  # the next client that asks reads it
+        if [bytes(each) for each in now.entries] != [bytes(each) for each in before.entries]:
+            self._tell_change(conversation.upstream, kind)
+        return True
+
+    async def _read(self, conversation: UpstreamSession, place: tuple[str, str, str]) -> Listing:
+        """Read a list of an upstream, and keep it."""
+        name, _, kind = place
+        upstream = conversation.upstream
+        changes = self._changes[name, kind]
+        listing = Listing([])
+        began = self._clock.time()
+        if offers(conversation.described(), kind):
+            listing = await _read_in_time(conversation, kind)
         if kind == "tools":
-            now = conversation.upstream.allowed(now)
-        if [bytes(each) for each in now] != [bytes(each) for each in before.entries]:
-            for front in self._fronts_of(conversation.upstream):
-                front.hub.notify("resources" if kind == "resourceTemplates" else kind)
+            listing.entries = upstream.allowed(listing.entries)
+        if listing.ttl is not None:
+            listing.until = began + listing.ttl / 1000
+        self.seen[name, kind] = listing.entries
+        # Else it has changed while it was read.
+        if self._changes[name, kind] == changes:
+            self._lists[place] = listing
+            _limit(self._lists, MOST_LISTS)
+        return listing
 
     async def want_level(
         self, upstream: Upstream, caller: str, session: Session, level: str
@@ -485,7 +551,7 @@ class Gateway(App):
         unit = f"{OWN}{session.id}"
         owned = [key for key in self._conversations if key[1] == unit]
         openings = [self._conversations.pop(key) for key in owned]
-        for known in (self._lists, self._levels, self._wishes):
+        for known in (self._lists, self._before, self._levels, self._wishes):
             _forget(known, unit)
         await asyncio.gather(*(_closed_when_quiet(opening) for opening in openings))
 
@@ -497,7 +563,7 @@ class Gateway(App):
         if not upstream.is_up or self.has_singles(upstream):
             return None
         listing = self._lists.get((upstream.name, self._unit(upstream, caller, session), kind))
-        # After that time the gateway asks again: the server may change it without a notification.
+        # After that time it is read again: the server may have changed it without a notification.
         if listing is None or listing.until <= self._clock.time():
             return None
         return listing.entries
@@ -522,32 +588,9 @@ class Gateway(App):
         known = self.known_entries(upstream, kind, caller, session)
         if known is not None:
             return known
-        key = (upstream.name, self._unit(upstream, caller, session), kind)
-        changes = self._changes[upstream.name, kind]
-        listing = Listing([])
-        began = self._clock.time()
+        place = (upstream.name, self._unit(upstream, caller, session), kind)
         async with self.conversation(upstream, caller, session) as conversation:
-            if offers(conversation.described(), kind):
-                listing = await self._read(conversation, kind)
-        if kind == "tools":
-            listing.entries = upstream.allowed(listing.entries)
-        if listing.ttl is not None:
-            listing.until = began + listing.ttl / 1000
-        self.seen[upstream.name, kind] = listing.entries
-        # Else it has changed while it was read.
-        if self._changes[upstream.name, kind] == changes:
-            self._lists[key] = listing
-            _limit(self._lists, MOST_LISTS)
-        return listing.entries
-
-    async def _read(self, conversation: UpstreamSession, kind: str) -> Listing:
-        try:
-            async with asyncio.timeout(START_TIME):
-                await conversation.ready()
-                return await read_list(conversation, kind)
-        except TimeoutError:
-            reason = f"it did not give its list of {kind} within {START_TIME:g} s"
-            raise conversation.upstream.unavailable(reason) from None
+            return (await self._read(conversation, place)).entries
 
     # --- in the background ------------------------------------------------------------------------
 
@@ -733,6 +776,17 @@ def _origins_of(settings: GatewaySettings) -> dict[str, Origin]:
 
 def _has_failed(opening: "asyncio.Task[UpstreamSession]") -> bool:
     return opening.cancelled() or opening.exception() is not None
+
+
+async def _read_in_time(conversation: UpstreamSession, kind: str) -> Listing:
+    """Return a list of an upstream; raise `UpstreamUnavailable` if it takes too long."""
+    try:
+        async with asyncio.timeout(START_TIME):
+            await conversation.ready()
+            return await read_list(conversation, kind)
+    except TimeoutError:
+        reason = f"it did not give its list of {kind} within {START_TIME:g} s"
+        raise conversation.upstream.unavailable(reason) from None
 
 
 async def _closed(opening: "asyncio.Task[UpstreamSession]") -> None:
