@@ -507,6 +507,44 @@ async def test_lease_of_the_shortest_duration_does_not_keep_the_loop_busy(
     assert (beats[9] - beats[0]) / 9 > 0.008
 
 
+@pytest.mark.parametrize("method", ["heartbeat", "get"])
+async def test_renewal_leaves_no_record_behind_a_run_that_has_given_it_back(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The renewal finds no record, since the run ends while the store is asked."""
+    app = make_app()
+    ledger = await app.ledger()
+    asked = asyncio.Event()
+    answered = asyncio.Event()
+
+    @app.command(lease=0.03)
+    async def put() -> None:
+        await asked.wait()
+        if method == "get":  # the store has lost it
+            for record in await ledger.list():
+                await ledger.release(record.token)
+        raise Busy("not now")
+
+    async def late(*words: Any) -> Any:
+        asked.set()
+        await answered.wait()
+        return await original(*words)
+
+    async def gone(*_: Any) -> bool:
+        return False
+
+    original = getattr(ledger, method)
+    if method == "get":
+        monkeypatch.setattr(ledger, "heartbeat", gone)
+    monkeypatch.setattr(ledger, method, late)
+    async with asyncio.timeout(60):
+        assert error(await app.handle(call("put", key="k")))["data"]["ran"] == "no"
+        answered.set()
+        await app.aclose()
+    monkeypatch.undo()
+    assert await ledger.get(RecordId("", "put", "k")) is None
+
+
 async def test_commands_do_not_start_after_the_app_has_stopped() -> None:
     app = make_app()
     ran = list[int]()

@@ -303,9 +303,13 @@ async def beats(store: Store, method: str, key: str, *, times: int) -> None:
 async def test_connection_may_be_cut_after_any_number_of_bytes(
     front: Front, two: Two, caller: Caller, effects: Effects, direction: Direction
 ) -> None:
-    before = front.proxy.passed[direction]
-    await caller.call(two.cut, "charge", "key-at-0000")
-    length = front.proxy.passed[direction] - before
+    lengths: list[int] = []
+    for number in range(5):
+        before = front.proxy.passed[direction]
+        await caller.call(two.cut, "charge", f"key-no-{number:04}")
+        lengths.append(front.proxy.passed[direction] - before)
+    # A server also looks at its ledger once a second, on the same connection.
+    length = min(lengths)
     cuts = 0
     for place in sorted({1, *range(length // 20, length, length // 20), length - 1}):
         key = f"key-at-{place:04}"

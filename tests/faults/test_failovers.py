@@ -41,6 +41,19 @@ class Shop:
             self.ran.append(order)
             return f"paid {order}"
 
+        # A command that runs until the test lets it end.
+        self.begun = asyncio.Event()
+        self.gate = asyncio.Event()
+
+        @self.app.command
+        async def send(order: str) -> str:
+            self.ran.append(order)
+            self.begun.set()
+            await self.gate.wait()
+            if order == "broken":
+                raise ConnectionError("it may have been sent")
+            return f"sent {order}"
+
         @self.app.query
         async def price(order: str) -> int:
             return 5
@@ -51,6 +64,9 @@ class Shop:
     async def pays(self, *keys: str) -> None:
         for key in keys:
             assert result(await self.pay(key)) == f"paid {key}"
+
+    async def send(self, key: str) -> Any:
+        return await self.app.handle(call("send", {"order": key}, key=key))
 
     async def is_paid(self, key: str) -> bool:
         return "result" in json.loads(await self.pay(key))
@@ -243,6 +259,100 @@ async def test_redis_replica_that_lacks_the_last_writes_is_doubted(primary: Redi
             assert result(await two.pay("a")) == "paid a"
     finally:
         replica.close()
+
+
+@asynccontextmanager
+async def failed_over(
+    primary: Redis, one: Shop, order: str = "slow"
+) -> AsyncIterator["tuple[asyncio.Task[Any], Callable[[], None]]"]:
+    """`one` has a command in flight whose claim the replica does not have.
+
+    Yield that call, and what lets the replica take over at the same address.
+    """
+    replica = Redis()
+    try:
+        replica.start()
+        replica.ask("REPLICAOF", "127.0.0.1", primary.port)
+        await eventually(in_step(replica))
+        replica.kill()
+        running = asyncio.create_task(one.send(order))
+        await one.begun.wait()
+        primary.kill()
+
+        def take_over() -> None:
+            replica.port = primary.port
+            replica.url = primary.url
+            replica.start()
+
+        yield running, take_over
+    finally:
+        replica.close()
+
+
+async def test_command_whose_claim_was_lost_while_it_ran_is_recorded_and_does_not_run_again(
+    primary: Redis,
+) -> None:
+    async with serving(primary.url) as one, serving(primary.url) as two:
+        await one.pays("a")
+        await two.pays("warm")
+        async with failed_over(primary, one) as (running, take_over):
+            take_over()
+            await eventually(one.probe.is_ready)
+            one.gate.set()
+            assert result(await running) == "sent slow"
+            await eventually(two.probe.is_ready)
+            two.gate.set()
+            assert result(await two.send("slow")) == "sent slow"
+            assert sorted(one.ran + two.ran) == ["a", "slow", "warm"]
+
+
+async def test_command_that_ended_while_the_ledger_was_away_is_recorded_although_its_claim_is_lost(
+    primary: Redis,
+) -> None:
+    async with serving(primary.url) as one, serving(primary.url) as two:
+        await one.pays("a")
+        await two.pays("warm")
+        async with failed_over(primary, one) as (running, take_over):
+            one.gate.set()
+            assert result(await running) == "sent slow"
+            take_over()
+            await eventually(one.probe.is_ready)
+            await eventually(two.probe.is_ready)
+            two.gate.set()
+            assert result(await two.send("slow")) == "sent slow"
+            assert sorted(one.ran + two.ran) == ["a", "slow", "warm"]
+
+
+async def test_command_whose_claim_was_lost_and_that_fails_is_unknown(primary: Redis) -> None:
+    async with serving(primary.url) as one, serving(primary.url) as two:
+        await two.pays("warm")
+        async with failed_over(primary, one, "broken") as (running, take_over):
+            take_over()
+            await eventually(one.probe.is_ready)
+            one.gate.set()
+            assert error(await running)["data"]["ran"] == "unknown"
+            await eventually(two.probe.is_ready)
+            two.gate.set()
+            assert error(await two.send("broken"))["code"] == 50910
+            assert sorted(one.ran + two.ran) == ["broken", "warm"]
+
+
+async def test_command_in_flight_claims_its_lost_record_again_before_others_may(
+    primary: Redis,
+) -> None:
+    """A retry at another host waits until all have looked, and then for the first run."""
+    async with serving(primary.url) as one, serving(primary.url) as two:
+        await one.pays("a")
+        await two.pays("warm")
+        async with failed_over(primary, one) as (running, take_over):
+            take_over()
+            await eventually(one.probe.is_ready)
+            await eventually(two.probe.is_ready)
+            again = error(await two.send("slow"))
+            assert (again["code"], again["data"]["ran"]) == (40910, "unknown")
+            one.gate.set()
+            assert result(await running) == "sent slow"
+            assert sorted(one.ran + two.ran) == ["a", "slow", "warm"]
 
 
 async def test_redis_replica_that_lacks_nothing_takes_over_without_an_acceptance(
@@ -450,6 +560,36 @@ async def test_postgres_replica_that_lacks_the_last_writes_is_doubted(database: 
             assert result(await two.pay("f")) == "paid f"
     finally:
         replica.close()
+
+
+async def test_postgres_replica_that_lacks_the_claim_of_a_running_command_gets_it_again() -> None:
+    primary = Postgres()
+    servers = [primary]
+    try:
+        primary.start()
+        replica = Successor(primary)
+        servers.append(replica)
+        replica.start()
+        async with serving(primary.url) as one, serving(primary.url) as two:
+            await one.pays("a")
+            await two.pays("warm")
+            await eventually(has_replayed(primary, replica))
+            replica.kill()
+            running = asyncio.create_task(one.send("slow"))
+            await one.begun.wait()
+            primary.kill()
+            replica.take_over()
+            await eventually(one.probe.is_ready)
+            await eventually(two.probe.is_ready)
+            again = error(await two.send("slow"))
+            assert (again["code"], again["data"]["ran"]) == (40910, "unknown")
+            one.gate.set()
+            assert result(await running) == "sent slow"
+            assert result(await two.send("slow")) == "sent slow"
+            assert sorted(one.ran + two.ran) == ["a", "slow", "warm"]
+    finally:
+        for each in reversed(servers):
+            each.close()
 
 
 def has_replayed(primary: Postgres, replica: Postgres) -> Callable[[], Awaitable[bool]]:

@@ -7,7 +7,8 @@
    earlier run stays.
 4. Leases are renewed after a third of their time. One timer serves all runs, since few live that
    long. A renewal that was late or failed, because the machine slept or the ledger was away, is made
-   before this process lets the ledger judge any lease: its own runs are alive.
+   before this process lets the ledger judge any lease: its own runs are alive. If another server
+   answers for the store, all leases are renewed at once, and a missing record is claimed again.
 5. Records that are due are swept about once a minute, in small batches. The store is looked at about
    once a second (`witness`).
 """
@@ -19,8 +20,10 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
+from msgspec.structs import replace
+
 from wirecall.aio import has_loop, wake
-from wirecall.commands.run import Run
+from wirecall.commands.run import Run, RunState
 from wirecall.commands.witness import LOOK_EVERY, Witness
 from wirecall.errors import UsageError
 from wirecall.ledger.base import Claim, Ledger, LedgerDown, Record, State
@@ -42,6 +45,10 @@ LEAST_BEAT = 0.01
 
 SWEEP_EVERY = 60.0
 SWEEP_BATCH = 500
+
+
+# A run that ended without an outcome.
+_ENDED = (RunState.UNDONE, RunState.DOUBTFUL)
 
 
 class Background:
@@ -177,6 +184,21 @@ class Background:
         self._renewals.pop(run, None)
         self._missed.discard(run)
 
+    def renew_all(self) -> None:
+        """Renew all leases now: the store may lack the records of these runs.
+
+        Other processes wait for a moment before they run commands (`witness.SETTLE`).
+        """
+        if not has_loop():
+            return
+        loop = asyncio.get_running_loop()
+        for run, due in self._renewals.items():
+            if due is not None:
+                self._renewals[run] = loop.time()
+        if self._beat is not None:
+            self._beat.cancel()
+        self._renew_due(loop)
+
     def is_behind(self, loop: asyncio.AbstractEventLoop) -> bool:
         """Return whether a renewal is late, has failed, or takes long: leases of this process may be
         over.
@@ -222,7 +244,7 @@ class Background:
         try:
             is_held = await run.ledger.heartbeat(run.token, run.method.terms.lease)
             self._missed.discard(run)
-            if not is_held:
+            if not is_held and not await _regain_alive(run):
                 self.release(run)  # another holder has the record
             elif run.task is not None and run.task.is_handed_over:
                 await run.task.look()
@@ -278,6 +300,44 @@ class Background:
         self._look = asyncio.get_running_loop().call_later(
             delay, lambda: self.start(look()), context=outside()
         )
+
+
+async def regain(run: Run) -> bool:
+    """Claim the record of a run again if the store does not have it.
+
+    A failover may lose the last writes. Return whether this run holds the record.
+    """
+    ledger = run.ledger
+    assert ledger is not None
+    if run.task is not None:  # a task has a second record, which is lost as well
+        return False
+    record = await ledger.get(run.claim.id)
+    if record is None:
+        committed = run.claim.committed or run.state not in (RunState.FREE, RunState.STOPPING)
+        claim = replace(run.claim, committed=committed, continues=False, keyless=None)
+        record = await ledger.claim(claim)
+        logger.error("the ledger lost the record of %s while it ran", run.claim.id)
+    if not run.holds(record):
+        return False
+    run.regain(record)
+    return True
+
+
+async def _regain_alive(run: Run) -> bool:
+    """Claim the lost record of a run again, unless the run has ended and does not need it."""
+    if run.state in _ENDED:
+        return False
+    if not await regain(run):
+        return False
+    if run.state in _ENDED:  # since then: it wrote to the record that was lost
+        assert run.ledger is not None and run.token is not None and run.record is not None
+        if run.state is RunState.UNDONE:
+            await give_back(run.ledger, run.record)
+        elif run.claim.on_crash == "unknown":
+            await run.ledger.abandon(run.token)
+        else:
+            await run.ledger.lapse(run.token)
+    return True
 
 
 def give_back(ledger: Ledger, record: Record) -> Awaitable[bool]:

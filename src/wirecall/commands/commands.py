@@ -71,6 +71,7 @@ class Commands:
     def _begin(self, background: Background) -> None:
         """Begin without any runs."""
         self.witness.look_first()
+        self.witness.moved = background.renew_all
         self.left = 0
         self._tasks: dict[Run, asyncio.Task[Raw | BaseException]] = {}
         self._background = background

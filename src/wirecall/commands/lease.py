@@ -17,7 +17,7 @@ from hashlib import sha256
 import msgspec
 
 from wirecall.aio import settled
-from wirecall.commands.background import Background, give_back
+from wirecall.commands.background import Background, give_back, regain
 from wirecall.commands.claim import Claims
 from wirecall.commands.outcome import (
     failure_of,
@@ -98,8 +98,7 @@ class Leases:
 
         kept = stored(outcome, terms.max_stored_result)
         try:
-            if await ledger.complete(token, kept, terms.retention):
-                self._claims.witness.note(token, run.claim.fingerprint, terms.retention)
+            if await self._complete(run, kept):
                 return outcome, False
             return await _superseded(run, outcome)
         except LedgerDown as error:
@@ -158,9 +157,20 @@ class Leases:
 
     def _complete_later(self, run: Run, outcome: Outcome) -> None:
         """Record an outcome in the background, as soon as the ledger takes it."""
-        assert run.ledger is not None and run.token is not None
-        write = partial(run.ledger.complete, run.token, outcome, run.method.terms.retention)
+        write = partial(self._complete, run, outcome)
         self._background.start(self._background.persist(write))
+
+    async def _complete(self, run: Run, outcome: Outcome) -> bool:
+        """Record an outcome; return whether the ledger has it, also if it has lost the claim."""
+        ledger = run.ledger
+        retention = run.method.terms.retention
+        assert ledger is not None and run.token is not None
+        is_done = await ledger.complete(run.token, outcome, retention)
+        if not is_done and await regain(run):
+            is_done = await ledger.complete(run.token, outcome, retention)
+        if is_done:
+            self._claims.witness.note(run.token, run.claim.fingerprint, retention)
+        return is_done
 
     # --- failures ---------------------------------------------------------------------------------
 
@@ -221,7 +231,8 @@ async def _leave_in_doubt(run: Run, *, is_undecided: bool) -> None:
     """Give up a record whose run may have acted: its outcome is unknown, or a successor may run."""
     assert run.ledger is not None and run.token is not None
     if run.claim.on_crash == "unknown" or is_undecided:
-        await run.ledger.abandon(run.token)
+        if not await run.ledger.abandon(run.token) and await regain(run):
+            await run.ledger.abandon(run.token)
     else:
         await run.ledger.lapse(run.token)
 

@@ -319,6 +319,12 @@ class Run(Struct, eq=False):
         self.fence = record.fence
         self.token = Token(record.id, record.fence, record.nonce)
 
+    def regain(self, record: Record) -> None:
+        """Take the record that the ledger gave to this run after it had lost the first one."""
+        self.record = record
+        self.fence = record.fence
+        self.token = Token(record.id, record.fence, record.nonce)
+
     def begin(self) -> None:
         """Begin the handler, unless the run was cancelled before."""
         if self.state is _CANCELLED:

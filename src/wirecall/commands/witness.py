@@ -19,6 +19,7 @@ that, until an operator accepts the store (`ledger.identity`). There is one stat
 import asyncio
 import enum
 import os
+from collections.abc import Callable
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -147,6 +148,8 @@ class Witness:
         # The history of the store that is in doubt.
         self._doubted = ""
         self._reports_at = 0.0
+        # Called when the store may lack the records of runs: another server answers, or a doubt begins.
+        self.moved: Callable[[], None] = lambda: None
         self._looking: asyncio.Task[None] | None = None
         self._name = os.urandom(8).hex()
 
@@ -288,6 +291,8 @@ class Witness:
             kind = "reported"
             lost = all_lost(others)
         if kind is not None:
+            if self.doubt is None:
+                self.moved()
             self._suspect(self._doubt_of(kind, found, lost, seen, others))
             self._doubted = seen.history
             return LedgerEvent.DOUBT
@@ -295,6 +300,7 @@ class Witness:
         self._known = _Known(known.identity, max(known.fence, seen.fence), seen.history)
         if has_moved:
             self._settles_at = clock() + SETTLE
+            self.moved()
         if clock() < self._settles_at:
             return LedgerEvent.MOVE
         return LedgerEvent.MATCH
