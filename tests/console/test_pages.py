@@ -263,6 +263,16 @@ def test_page_batch_only_failed(looker: Looker, console: Console) -> None:
     page.locator("a.entry.failed", has_text="label").wait_for()
 
 
+def test_page_batch_exports_its_facts(
+    looker: Looker, console: Console, source: ScriptedSource
+) -> None:
+    page = looker.open(console, f"/batches/{BATCH}")
+    with page.expect_download() as saving:
+        page.get_by_role("button", name="Export as JSON").click()
+    assert saving.value.suggested_filename == f"batch-{BATCH}.json"
+    assert json.loads(saving.value.path().read_text()) == source.batches[BATCH]
+
+
 def long_batch(size: int) -> dict[str, Any]:
     """Return a batch in which at most four entries run at once."""
     entries = []

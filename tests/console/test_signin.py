@@ -12,7 +12,7 @@ from tests.console.browser import Console
 from tests.console.requests import Browser
 from tests.console.scripted import ScriptedSource
 from tests.console.shop import servers
-from wirecall.console.listener import open_listener, shortened
+from wirecall.console.listener import POLICY, open_listener, shortened
 from wirecall.console.signin import ATTEMPTS, LINK_LIFE, SESSION_LIFE, SignIn, TooMany
 from wirecall.console.source import ListenerSettings
 from wirecall.errors import UsageError
@@ -85,7 +85,10 @@ REFUSED: dict[str, tuple[dict[str, str | None], int]] = {
 def test_signin_reading_is_refused(signed: Browser, path: str, name: str) -> None:
     changed, expected = REFUSED[name]
     assert signed.ask("GET", "/now.json")[0] == 200
-    assert signed.ask("GET", path, **changed)[0] == expected
+    status, fields, _ = signed.ask("GET", path, **changed)
+    assert status == expected
+    assert fields["content-security-policy"] == POLICY
+    assert fields["x-content-type-options"] == "nosniff"
 
 
 CHANGES: dict[str, tuple[dict[str, str | None], int]] = {
@@ -102,10 +105,22 @@ CHANGES: dict[str, tuple[dict[str, str | None], int]] = {
 def test_signin_changing_is_refused(signed: Browser, source: ScriptedSource, name: str) -> None:
     changed, expected = CHANGES[name]
     body = {"params": "{}", "key": None}
-    assert signed.ask("POST", "/methods/price/try", body, **changed)[0] == expected
+    status, fields, _ = signed.ask("POST", "/methods/price/try", body, **changed)
+    assert status == expected
+    assert fields["content-security-policy"] == POLICY
     assert source.attempts == []
     assert signed.ask("POST", "/methods/price/try", body)[0] == 200
     assert len(source.attempts) == 1
+
+
+def test_console_refuses_a_body_in_its_own_words(signed: Browser) -> None:
+    status, _, document = signed.ask("POST", "/methods/price/try", {}, Content_Type="text/plain")
+    assert status == 415
+    assert document["error"]["type"] == "request"
+    assert document["error"]["message"].startswith("Content-Type: expected application/json")
+    status, fields, document = signed.ask("POST", "/capture", {"fill": "x" * (2 << 20)})
+    assert (status, document["error"]["type"]) == (413, "request")
+    assert fields["x-content-type-options"] == "nosniff"
 
 
 def test_signin_get_changes_nothing(signed: Browser, source: ScriptedSource) -> None:

@@ -30,7 +30,7 @@ from wirecall.logs import announce
 from wirecall.protocol.messages import Json, JsonObject
 from wirecall.transports.headers import is_loopback
 from wirecall.transports.http_server import HttpServer
-from wirecall.transports.request import HttpRequest
+from wirecall.transports.request import HttpError, HttpRequest
 from wirecall.transports.serve import bind, serve_until
 
 POLICY = "; ".join(
@@ -111,7 +111,7 @@ class Listener:
         self._aliases = Aliases()
         self._port = settings.port
         self._stop = asyncio.Event()
-        self._server = HttpServer({}, fallback=self._answer)
+        self._server = HttpServer({}, fallback=self._answer, refusal_headers=HEADERS)
         self._running: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
@@ -167,6 +167,10 @@ class Listener:
             if error.wait is not None:
                 fields.append(("retry-after", str(int(error.wait) + 1)))
             document = {"error": {"type": error.type, "message": str(error)}}
+            await request.respond(error.status, msgspec.json.encode(document), headers=fields)
+        except HttpError as error:  # of the body
+            document = {"error": {"type": "request", "message": error.message}}
+            fields = [FRESH, *error.headers]
             await request.respond(error.status, msgspec.json.encode(document), headers=fields)
         except Refusal as error:
             body = msgspec.json.encode(error.document)

@@ -211,7 +211,10 @@ class Totals:
         plain: dict[str, list[float]] = {}
         for row in rows:
             _, ended, mark, name, _, code, _, more = row
-            start = start_of(row, previous)
+            # The start of a single plain query, without a call: most rows are of this kind.
+            start = mark.begun
+            if more is not None or mark.batch:
+                start = start_of(row, previous)
             previous = ended
             if more is not None:
                 self._add(name, code, more, ended - max(start, mark.begun))

@@ -136,6 +136,8 @@ class TappedDispatcher(Dispatcher):
     def __init__(self, tap: DispatcherTap, *rest: Any, **options: Any) -> None:
         super().__init__(*rest, **options)
         self._tap = tap
+        # Bound once: `super()` costs a twentieth of a call.
+        self._answer_to = super().handle
         self._note = tap.note
         self._note_bundle = tap.note_bundle
         # The entries of the next batch are measured one by one.
@@ -159,7 +161,7 @@ class TappedDispatcher(Dispatcher):
         answers: Answers | None = None,
     ) -> "bytes | Coroutine[Any, Any, bytes | None] | None":
         self._mark = Mark(clock(), sender.caller, len(data))
-        return super().handle(data, sender, alone, replayed, key, answers)
+        return self._answer_to(data, sender, alone, replayed, key, answers)
 
     def _frame(
         self,

@@ -92,8 +92,11 @@ class HttpServer:
         shutdown: Callable[[float], Awaitable[None]] | None = None,
         entering: Callable[[], Awaitable[None]] | None = None,
         fallback: Endpoint | None = None,
+        refusal_headers: Sequence[tuple[str, str]] = (),
     ) -> None:
         self._fallback = fallback
+        # Fields of the answers to requests that no endpoint gets.
+        self._refusal_headers = refusal_headers
         self._open = {**(open_routes or {})}
         # Paths that do not need credentials, and do not need a started application.
         self._free = PROBES.union(self._open)
@@ -209,6 +212,7 @@ class HttpServer:
         """Send a refusal; its challenge names metadata that the client reaches."""
         if request.root and self._access is not None:
             refusal.headers = self._access.below(request.root, refusal.headers)
+        request.add_headers(self._refusal_headers)
         await request.refuse(refusal)
 
     def _note_connection(self, request: HttpRequest) -> None:

@@ -1,11 +1,11 @@
 /** Batch: the waterfall of one message with many calls, and the same numbers as a table. */
 
-import { document_of } from "../api.js";
+import { document_of, save } from "../api.js";
 import { html, nothing } from "../lit-html.js";
 import { changed, go } from "../route.js";
 import { signal } from "../store.js";
 import { bytes, duration, short, time } from "../text.js";
-import { loaded, named, outcome } from "../ui.js";
+import { loaded, named, outcome, tell } from "../ui.js";
 import { PHASES } from "./call.js";
 import { start, waterfall } from "./waterfall.js";
 
@@ -38,6 +38,15 @@ export function open(route) {
   const toggle = () => go(changed({ view: isTable() ? null : "table" }), { replace: true });
   const onlyFailed = () => go(changed({ only: query.value.get("only") ? null : "failed" }), { replace: true });
 
+  async function exported() {
+    try {
+      await save(path, `batch-${route.name}.json`);
+      tell("The batch is saved.");
+    } catch (error) {
+      tell(String(/** @type {Error} */ (error).message));
+    }
+  }
+
   /** @param {any} data */
   function page(data) {
     const isFailed = query.value.get("only") === "failed";
@@ -57,6 +66,7 @@ export function open(route) {
         <button type="button" aria-pressed=${String(!isTable())} @click=${() => isTable() && toggle()}>Waterfall</button>
         <button type="button" aria-pressed=${String(isTable())} @click=${() => isTable() || toggle()}>Table</button>
         <button type="button" aria-pressed=${String(isFailed)} @click=${onlyFailed}>Only failed</button>
+        <button type="button" @click=${exported}>Export as JSON</button>
       </div>
       ${isTable() ? table(entries) : waterfall(data, entries, width.value, from)}
     `;
