@@ -202,15 +202,26 @@ def own_key(params: object, path: Sequence[str] = ()) -> str | None:
     It is at the usual place, or at the path that the server declares. With another key beside it,
     the server would refuse the call.
     """
-    for place in (path, (_USUAL,)):
-        value = params
-        for name in place:
-            if not isinstance(value, dict):
-                break
-            value = value.get(name)
-        if place and isinstance(value, str):
-            return value
+    if not isinstance(params, dict):
+        return None
+    key = params.get(_USUAL)
+    if key is None and path:
+        key = params
+        for name in path:
+            if not isinstance(key, dict):
+                return None
+            key = key.get(name)
+    if isinstance(key, str):
+        return key
     return None
+
+
+def may_have_key(params: JsonObject) -> bool:
+    """Return whether params may have a key at a place that only the schema names. It is quick."""
+    for name, value in params.items():
+        if type(value) is dict or (type(name) is str and "idempotency" in name):
+            return True
+    return False
 
 
 def likely_key(params: object, depth: int = 4) -> str | None:

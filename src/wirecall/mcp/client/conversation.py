@@ -107,7 +107,7 @@ from wirecall.mcp.types import (
     checked_extensions,
     declared_extensions,
 )
-from wirecall.protocol.keys import likely_key, marked_path, own_key
+from wirecall.protocol.keys import likely_key, may_have_key, own_key
 from wirecall.protocol.messages import UNREADABLE, JsonObject, decode_value, encode
 from wirecall.version import __version__
 
@@ -549,7 +549,9 @@ class Conversation(Dialect):
                 entry.fail(error)
                 return
             if not isinstance(entry.key, str):
-                await self._learn_place_of_key(entry)
+                arguments = (entry.params or {}).get("arguments")
+                if type(arguments) is dict and may_have_key(arguments):
+                    await self._learn_place_of_key(entry)
                 entry.key = self._new_key(entry)
             entry.safe = (
                 entry.query is True or is_harmless or (entry.key is not None and self.honours_keys)
@@ -617,9 +619,8 @@ class Conversation(Dialect):
         if self.honours_keys:
             params = entry.params or {}
             path: tuple[str, ...] = ()
-            tool = self.lists.known(str(params.get("name")))
-            if tool is not None:
-                path = marked_path(tool.input_schema)
+            if self.lists.key_paths:
+                path = self.lists.key_path_of(str(params.get("name")))
             own = own_key(params.get("arguments"), path)
             if own is not None:
                 return own

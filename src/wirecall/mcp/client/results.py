@@ -42,6 +42,7 @@ from wirecall.mcp.types import (
     Role,
     Text,
 )
+from wirecall.protocol.keys import marked_path
 from wirecall.protocol.messages import UNREADABLE, ErrorObject, JsonObject, remote_error
 from wirecall.protocol.models import wanted
 from wirecall.protocol.params import tool_name_of
@@ -226,6 +227,8 @@ class Lists:
         # The contents of resources by URI, the oldest first.
         self._read: dict[str, _Kept] = {}
         self._tools: dict[str, Tool] = {}
+        # By tool: the place of its key that the schema marks.
+        self.key_paths: dict[str, tuple[str, ...]] = {}
         self._known_until = 0.0
 
     async def read(self, kind: type[Offer], timeout: float | None = None) -> list[Offer]:
@@ -259,6 +262,8 @@ class Lists:
             marks = {tool.name: marked(tool.input_schema) for tool in tools}
             self.marks = {name: found for name, found in marks.items() if found}
         kept.entries = tools
+        paths = {tool.name: marked_path(tool.input_schema) for tool in tools}
+        self.key_paths = {name: path for name, path in paths.items() if path}
         self._tools = {tool.name: tool for tool in tools}
         self._known_until = max(kept.until, self._now() + KNOWN)
 
@@ -290,6 +295,10 @@ class Lists:
     def marks_of(self, name: str) -> Marks:
         """Return the arguments of a tool that headers repeat."""
         return self.marks.get(name) or self.marks.get(tool_name_of(name), {})
+
+    def key_path_of(self, name: str) -> tuple[str, ...]:
+        """Return the place of the key among the arguments of a tool, besides the usual one."""
+        return self.key_paths.get(name) or self.key_paths.get(tool_name_of(name), ())
 
     def _listed(self, name: str) -> Tool | None:
         return self._tools.get(name) or self._tools.get(tool_name_of(name))
