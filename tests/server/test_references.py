@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import UNSET, Raw
 
@@ -143,13 +143,17 @@ def slow_find(value: Any, tokens: list[str]) -> Any:
     return slow_find(value[int(first)], rest)
 
 
+@settings(max_examples=sized(small=200, full=10_000))
 @given(JSON, TOKENS)
 def test_find_takes_what_slow_evaluation_takes(value: Any, tokens: list[str]) -> None:
     """R1."""
     expected = slow_find(value, tokens)
-    found = find(json.dumps(value).encode(), tuple(tokens))
+    result = json.dumps(value).encode()
+    found = find(result, tuple(tokens))
     if expected is NOTHING:
         assert found is None
+        with pytest.raises(ReferenceNotFound):
+            fill(b"{}", [Reference(("a",), 1, tuple(tokens))], [result])
     else:
         assert found is not None
         assert json.loads(found) == expected

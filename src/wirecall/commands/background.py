@@ -203,6 +203,8 @@ class Background:
         """Return whether a renewal is late, has failed, or takes long: leases of this process may be
         over.
         """
+        if not self._renewals:  # no run of this process has a lease
+            return False
         now = loop.time()
         if self._beat_at < now or self._missed:
             return True
