@@ -471,7 +471,7 @@ async def test_gateway_leaves_an_upstream_out_that_is_down(tmp_path: Path) -> No
         assert [tool["name"] for tool in listed["result"]["tools"]] == ["pay", "look"]
         assert listed["result"]["_meta"]["io.wirecall/missing"] == ["down"]
         async with bench.client() as client:
-            with pytest.raises(UpstreamUnavailable, match="down: .*/no/such/program cannot be"):
+            with pytest.raises(UpstreamUnavailable, match=r"down: .*/no/such/program cannot be"):
                 await client.call_tool("down__x", {})
             assert not (await client.call_tool("look")).is_error
         found = (await bench.gateway.status())["upstreams"]["down"]
