@@ -443,3 +443,34 @@ async def test_plan_names_the_tools_that_clients_do_not_get(tmp_path: Path) -> N
     said = f"has a definition of {size:,} bytes, more than 65,536: /mcp leaves it out"
     assert f"bank: the tool 'long' {said}" in findings
     assert "/mcp takes 2,000 tools, and leaves 3 out" in findings
+
+
+REFUSES_SECOND = """
+import json, pathlib, sys
+
+mark = pathlib.Path(sys.argv[1])
+for line in sys.stdin:
+    message = json.loads(line)
+    if "id" not in message:
+        continue
+    answer = {"error": {"code": -32000, "message": "one client only"}}
+    if message["method"] != "initialize" or not mark.exists():
+        info = {"name": "x", "version": "1"}
+        result = {"protocolVersion": "2025-11-25", "capabilities": {}, "serverInfo": info}
+        answer = {"result": result}
+    mark.touch()
+    print(json.dumps({"jsonrpc": "2.0", "id": message["id"], **answer}), flush=True)
+"""
+
+
+async def test_server_that_refuses_one_client_serves_the_other(tmp_path: Path) -> None:
+    """G11: a refusal of `initialize` is an answer, and says nothing of other sessions."""
+    command = [*python(REFUSES_SECOND), str(tmp_path / "mark")]
+    one = UpstreamSettings("one", command=command, share="session")
+    async with Bench(tmp_path, names=(), more=[one]).serving() as bench:
+        upstream = bench.gateway.upstreams["one"]
+        await until(lambda: upstream.is_up)
+        _, session = await bench.post("/mcp/one", message_of("initialize", introduction(), 1))
+        answer, _ = await bench.post("/mcp/one", message_of("tools/list", None, 2), session)
+        assert answer["error"]["message"] == "one client only"
+        assert upstream.is_up and not upstream.breaker.reason

@@ -341,9 +341,11 @@ class Gateway(App):
                 conversation.follow()
         except BaseException as error:
             await conversation.aclose()
-            # `reach` has noted its own failures.
-            if isinstance(error, CallFailed | RpcError) and not isinstance(
-                error, UpstreamUnavailable
+            if isinstance(error, UpstreamUnavailable):
+                raise  # `reach` has noted it
+            # A server that refuses one client may serve others.
+            if isinstance(error, CallFailed) or (
+                isinstance(error, RpcError) and not upstream.is_up
             ):
                 upstream.fell(str(error))
             raise
