@@ -130,6 +130,36 @@ async def test_call_without_a_link_does_not_run(
     await asyncio.get_running_loop().shutdown_default_executor()  # it looked for the host
 
 
+@pytest.mark.parametrize("tool", BOTH)
+async def test_call_of_a_server_without_tls_does_not_run(tmp_path: Path, tool: str) -> None:
+    """G6: an address with https in front of a server that speaks plain HTTP."""
+    async with faulty(tmp_path) as (_, server, _session):
+        more = [UpstreamSettings("away", url=f"https://127.0.0.1:{server.port}/mcp")]
+        (tmp_path / "tls").mkdir()
+        async with Bench(tmp_path / "tls", names=("bank",), more=more).serving() as bench:
+            _, session = await bench.post("/mcp", message_of("initialize", introduction(), 1))
+            assert session is not None
+            error = (await called(bench, session, f"away__{tool}", "done", "away"))["error"]
+        assert (error["code"], error["data"]["ran"]) == (50210, "no"), error
+        assert "it does not agree to TLS (https)" in error["message"]
+        assert server.calls == []
+
+
+@pytest.mark.parametrize(("tool", "code", "count"), [("pay", 50910, 1), ("look", 50210, 4)])
+async def test_answer_that_is_too_long_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str, code: int, count: int
+) -> None:
+    """G6: above 16 MB, here above 10 kB; the same key is not sent to the server again."""
+    monkeypatch.setattr("wirecall.gateway.upstream.MAX_BYTES", 10_000)
+    async with faulty(tmp_path) as (bench, server, session):
+        errors = [
+            (await called(bench, session, tool, f"text {'x' * 20_000}"))["error"] for _ in range(2)
+        ]
+        assert [error["code"] for error in errors] == [code, code]
+        assert "10000 are allowed" in errors[0]["message"]
+        assert len(server.calls) == count
+
+
 async def test_call_in_front_of_an_open_breaker_is_refused_at_once(tmp_path: Path) -> None:
     """G6: after five links in a row that failed."""
     more = [UpstreamSettings("away", url=f"http://127.0.0.1:{free_port()}/mcp")]
