@@ -98,6 +98,15 @@ def test_binary_file_is_not_an_app(tmp_path: Path, bytes_: bytes) -> None:
     assert "\ufffd" not in run.stderr
 
 
+def test_line_that_is_not_utf_8_is_not_shown(tmp_path: Path) -> None:
+    """Python 3.14 has such a line in its error, with signs of replacement."""
+    line = "\\ufffd x = 1"
+    (tmp_path / "app.py").write_text(f"raise SyntaxError('odd', ('app.py', 1, 1, '{line}'))\n")
+    run = invoke("list", str(tmp_path / "app.py"))
+    assert "line 1: odd\n" in run.stderr
+    assert "\ufffd" not in run.stderr
+
+
 def test_next_step_of_a_command_can_be_typed(tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(
         APP + "@app.query\ndef one(n: int) -> int:\n    return n\napp.run('stdio')\n"

@@ -236,8 +236,10 @@ def _not_loaded(text: str, error: BaseException) -> CliError:
     if isinstance(error, SyntaxError):
         place = (error.filename or text, error.lineno or 0)
         why = error.msg
-        if "codec" not in error.msg:
-            why = f"{error.msg}\n{(error.text or '').strip()}".strip()
+        line = (error.text or "").strip()
+        # A line that is not UTF-8 shows nothing: Python 3.14 reads it with signs of replacement.
+        if "codec" not in error.msg and "\ufffd" not in line:
+            why = f"{error.msg}\n{line}".strip()
     elif isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
         next_step = f"install {package} for {sys.executable}, or correct the import"
