@@ -474,6 +474,7 @@ async def test_redis_cluster_replica_that_lacks_the_last_writes_is_doubted() -> 
         async with serving(cluster.url) as one, serving(cluster.url) as two:
             await one.pays(*before)
             await two.pays("warm")
+            await eventually(in_step(replica))
             await eventually(has_received(primary, replica))
             replica.kill()
             await one.pays(*last)
