@@ -263,12 +263,13 @@ async def _stop_in_time(
 ) -> None:
     """Stop a server, and ever harder as its grace time passes."""
     app.stop(grace)
-    first = grace * 0.75 + 0.1
+    # HttpServer cuts its streams at three quarters. A moment later, when their last records are
+    # written, no remaining connection will get an answer.
+    moment = max(0.1, grace * 0.05)
+    first = grace * 0.75 + moment
     if front.drops_sockets:
         first -= await app.sockets_closed(first)
     front.stop()
-    # HttpServer cuts its streams at three quarters. A moment later no remaining connection will get
-    # an answer.
     for patience, harder in ((first, front.cut), (grace * 0.1, running.cancel)):
         await asyncio.wait({running}, timeout=patience)
         if running.done():
