@@ -97,6 +97,8 @@ def test_help_does_not_import_asyncio_or_the_modules_of_verbs() -> None:
         (["call", SHOP, "price", "--as", "soap"], "'soap' is not one of", ""),
         (["call", SHOP, "price", "sku=tea", "--revision", "1999-01-01"], "1999-01-01", ""),
         (["serve", SHOP, "--http", "nowhere"], "'nowhere' is not an address", "HOST:PORT"),
+        (["serve", SHOP, "--port", "1"], "wirecall serve has no --host and no --port", "--http"),
+        (["dev", SHOP, "--host", "::1"], "next: wirecall dev TARGET --http 127.0.0.1:", "--http"),
         (["serve", SHOP, "--workers", "0"], "0 is not in the range", ""),
         (["serve", SHOP, "--limit", "bath=5"], "There is no limit 'bath'", "did you mean batch?"),
         (["serve", SHOP, "--limit", "batch=many"], "must be a number, got 'many'", ""),

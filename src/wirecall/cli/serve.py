@@ -115,6 +115,27 @@ def _in_json(run: Callable[..., None]) -> Callable[..., int]:
     return running
 
 
+def _refuse_parts(ctx: click.Context, _param: click.Parameter, given: str | None) -> None:
+    """Refuse --host and --port, which other servers have."""
+    if given is not None:
+        raise CliError(
+            f"{ctx.command_path} has no --host and no --port.",
+            "one option has both: --http HOST:PORT",
+            f"{ctx.command_path} TARGET --http {ADDRESS}",
+        )
+
+
+def http_option(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a verb the option of its address."""
+    parts = click.option(
+        "--host", "--port", hidden=True, expose_value=False, callback=_refuse_parts
+    )
+    address = click.option(
+        "--http", metavar="HOST:PORT", help=f"Address to listen on. [default: {ADDRESS}]"
+    )
+    return address(parts(verb))
+
+
 batch_tool_option = click.option(
     "--batch-tool",
     type=click.Choice(["queries", "all"]),
@@ -124,7 +145,7 @@ batch_tool_option = click.option(
 
 @click.command("serve")
 @optional_target_argument
-@click.option("--http", metavar="HOST:PORT", help=f"Address to listen on. [default: {ADDRESS}]")
+@http_option
 @click.option("--stdio", is_flag=True, help="Serve on stdin and stdout instead.")
 @click.option("--tcp", metavar="HOST:PORT", help="Serve on a TCP port instead, without HTTP.")
 @click.option("--unix", metavar="PATH", help="Serve on a Unix socket instead, without HTTP.")
@@ -498,7 +519,7 @@ _SKIPPED = {"__pycache__", "node_modules", "site-packages"}
 
 @click.command("dev")
 @optional_target_argument
-@click.option("--http", metavar="HOST:PORT", help=f"Address to listen on. [default: {ADDRESS}]")
+@http_option
 @ledger_option
 @batch_tool_option
 @click.option(
