@@ -1197,6 +1197,7 @@ WHERE t.started_at >= coalesce(to_timestamp(%(since)s), '-infinity') AND t.start
         WHERE o.caller = t.caller AND o.method = t.method AND o.key = t.key AND o.started_at = t.started_at AND o.nth > t.nth
     )
     AND (%(state)s::text IS NULL OR wirecall.standing(l.found) = %(state)s)
+ORDER BY t.started_at DESC, t.caller DESC, t.method DESC, t.key DESC -- a join need not keep the order of its parts
 LIMIT %(limit)s
 
 -- name: counts
