@@ -351,7 +351,9 @@ async def test_sigterm_stops_the_successor_while_the_server_before_it_leaves(
         await server.hears("Listening on")
         server.process.send_signal(signal.SIGTERM)
         await server.hears("closing 2")
-        assert not [line for line in server.said if "closing 1" in line]
+        # Workers without a call in flight have closed.
+        closed = [line for line in server.said if "closing 1" in line]
+        assert len(closed) < int(workers)
         (tmp_path / "go").touch()
         assert read((await held).body)["result"] == 1
         async with asyncio.timeout(PATIENCE):
