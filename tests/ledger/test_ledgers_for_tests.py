@@ -102,3 +102,9 @@ def test_ledger_for_a_test_without_a_server_says_how_to_fix_it() -> None:
     ):
         with pytest.raises(UsageError, match=fix), testing.ledger(url):
             pass
+
+
+def test_ledger_for_a_test_needs_a_string() -> None:
+    number: Any = 5
+    with pytest.raises(UsageError, match="url must be a string, got int"), testing.ledger(number):
+        pass

@@ -20,6 +20,11 @@ def ledger(url: str = "memory:") -> Iterator[str]:
     >>> with testing.ledger("sqlite:") as url:
     ...     app = App("shop", ledger=url)
     """
+    if not isinstance(url, str):
+        raise UsageError(
+            f"ledger(): url must be a string, got {type(url).__name__}.",
+            fix='use ledger("sqlite:")',
+        )
     scheme = check_url(url)
     if scheme == "memory":  # every app has its own
         yield url
