@@ -142,5 +142,7 @@ async def test_bus_listens_at_the_replica_of_a_primary_that_is_gone(
             primary.kill()
             replica.ask("CLUSTER", "FAILOVER", "TAKEOVER")
             await heard.until(lambda: heard.beginnings >= 2)
-            async with opened(store) as other, listening(other, channel.name) as (bus, _):
+            # The address of the store may be that of the node that was killed.
+            alive = Store(store.kind, store.url.replace(cluster.url, replica.url))
+            async with opened(alive) as other, listening(other, channel.name) as (bus, _):
                 await eventually(partial(is_reached, bus, heard, "after failover"))
