@@ -552,11 +552,30 @@ class UpstreamSession:
         return await self._introduce(params)
 
     async def _renew(self) -> None:
-        """Greet a server that was started again as its client greeted the first."""
+        """Greet a server that was started again as its client greeted the first.
+
+        Raises `NotSent` if that fails: an answer to the greeting is none to the call behind it.
+        """
+        try:
+            await self._greet_again()
+        except NotSent:
+            raise
+        except RpcError as error:
+            raise NotSent(
+                f"the server that was started again refuses initialize: {error}"
+            ) from error
+        except CallFailed as error:
+            raise NotSent(str(error)) from error
+
+    async def _greet_again(self) -> None:
         before = self.revision
         self.renewals += 1
         self.link.revision = None
-        await self._introduce(self._introduction)
+        try:
+            async with asyncio.timeout(START_TIME):
+                await self._introduce(self._introduction)
+        except TimeoutError:
+            raise NotSent(f"it did not answer initialize within {START_TIME:g} s") from None
         if self.revision is not before:
             self.revision = before
             raise NotSent("the server that was started again speaks another revision")
