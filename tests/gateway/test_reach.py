@@ -5,8 +5,14 @@ from pathlib import Path
 import pytest
 
 from tests.client.conftest import nothing_is_left as nothing_is_left
+from tests.client.peers import until
+from tests.gateway.bench import Bench
 from tests.gateway.faulty import called, faulty
 from tests.gateway.fronts import introduction, message_of
+from tests.ports import free_port
+from wirecall import RpcError
+from wirecall.gateway import UpstreamSettings
+from wirecall.mcp.revisions import NAMES
 
 HELLO = message_of("initialize", introduction(), 1)
 
@@ -35,3 +41,32 @@ async def test_command_in_front_of_a_server_that_refuses_another_session_does_no
         server.greeting = ""
         assert "result" in await called(bench, session, "pay", "done")
         assert server.calls == ["pay"]
+
+
+async def test_server_that_is_down_is_not_said_to_refuse_the_revision_of_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G11: the error names what is wrong, and not a setting that is right."""
+    monkeypatch.setattr("wirecall.gateway.upstream.ATTEMPT_PAUSE", 0.0)
+    url = f"http://127.0.0.1:{free_port()}/mcp"
+    more = [UpstreamSettings("away", url=url, revision="2025-06-18")]
+    async with Bench(tmp_path, names=(), more=more).serving() as bench:
+        answer, _ = await bench.post("/mcp/away", HELLO)
+        assert "refused" in answer["error"]["message"].lower()
+        assert "is set for it" not in answer["error"]["message"], answer
+
+
+async def test_breaker_counts_a_call_of_the_newest_revision_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G6: a server that is down is not greeted in the older way too."""
+    monkeypatch.setattr("wirecall.gateway.upstream.ATTEMPT_PAUSE", 0.0)
+    away = UpstreamSettings("away", url=f"http://127.0.0.1:{free_port()}/mcp")
+    async with Bench(tmp_path, names=(), more=[away]).serving() as bench:
+        upstream = bench.gateway.upstreams["away"]
+        await until(lambda: upstream.breaker.reason)
+        upstream.breaker.succeeded()
+        with pytest.raises(RpcError, match="refused"):
+            async with bench.client("/mcp/away", revision=NAMES[-1]) as client:
+                await client.list_tools()
+        assert upstream.breaker._failures == 1

@@ -454,11 +454,11 @@ class UpstreamSession:
         """
         self.offered = revision
         self._is_opening = True
-        await self.ready()
         try:
+            await self.ready()
             await self._open(revision, capabilities, client)
         except (RpcError, Refused) as error:
-            if is_stated:
+            if is_stated and not is_away(error):
                 raise self._does_not_have(revision, str(error)) from error
             raise
         finally:
@@ -492,8 +492,8 @@ class UpstreamSession:
         }
         try:
             await self.initialize(raw_of(params))
-        except (RpcError, Refused):
-            if revision.is_stateless or not await self._discover():
+        except (RpcError, Refused) as error:
+            if is_away(error) or revision.is_stateless or not await self._discover():
                 raise
             return
         await self.notify(INITIALIZED, UNSET)
@@ -503,7 +503,9 @@ class UpstreamSession:
         await self.ready()
         try:
             await self._described(START_TIME)
-        except (RpcError, Refused, BadAnswer, TimeoutError):
+        except (RpcError, Refused, BadAnswer, TimeoutError) as error:
+            if is_away(error):
+                raise
             return False
         return True
 
@@ -511,7 +513,9 @@ class UpstreamSession:
         """Ask the server for what it is at 2026-07-28; return whether it speaks that revision."""
         try:
             self._introduced = await self._described(PROBE)
-        except (RpcError, CallFailed, TimeoutError):
+        except (RpcError, CallFailed, TimeoutError) as error:
+            if is_away(error):
+                raise  # further attempts have failed already
             return False
         self.revision = STATELESS[-1]
         return True
@@ -734,6 +738,11 @@ class UnreachedSession(UpstreamSession):
 
 def _nothing(_entry: AnyEntry) -> None:
     """The result stays raw."""
+
+
+def is_away(error: Exception) -> bool:
+    """Return whether a server could not be reached. Another gateway may say so of its own servers."""
+    return isinstance(error, UpstreamUnavailable) and not error.is_remote
 
 
 def is_newest(found: Raw) -> bool:
