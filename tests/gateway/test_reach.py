@@ -1,5 +1,6 @@
 """How a server behind the gateway is reached: greetings that fail, and what is up by then."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tests.gateway.fronts import introduction, message_of
 from tests.ports import free_port
 from wirecall import RpcError
 from wirecall.gateway import UpstreamSettings
+from wirecall.gateway.upstream import FAILURES
 from wirecall.mcp.revisions import NAMES
 
 HELLO = message_of("initialize", introduction(), 1)
@@ -70,3 +72,56 @@ async def test_breaker_counts_a_call_of_the_newest_revision_once(
             async with bench.client("/mcp/away", revision=NAMES[-1]) as client:
                 await client.list_tools()
         assert upstream.breaker._failures == 1
+
+
+@pytest.mark.parametrize("greeting", ["code -32603", "text garbage", "text {}", "status 401"])
+async def test_breaker_opens_for_a_server_over_http_that_cannot_be_greeted(
+    tmp_path: Path, greeting: str
+) -> None:
+    """G6: an answer that refuses the greeting does not show that the server serves."""
+    async with faulty(tmp_path) as (_, server, _session):
+        server.greeting = greeting
+        more = [UpstreamSettings("odd", url=f"http://127.0.0.1:{server.port}/mcp")]
+        (tmp_path / "odd").mkdir()
+        async with Bench(tmp_path / "odd", names=(), more=more).serving() as odd:
+            upstream = odd.gateway.upstreams["odd"]
+            for _ in range(FAILURES):
+                answer, _ = await odd.post("/mcp/odd", HELLO)
+                assert answer["error"]
+                assert not upstream.is_up, answer
+            assert upstream.breaker.is_open
+
+
+ONE_ONLY = """
+import json, os, sys
+
+try:
+    os.mkdir(sys.argv[1])
+except FileExistsError:
+    sys.exit("it runs already")
+for line in sys.stdin:
+    message = json.loads(line)
+    if "id" not in message:
+        continue
+    info = {"name": "x", "version": "1"}
+    capabilities = {"tools": {}}
+    result = {"protocolVersion": "2025-11-25", "capabilities": capabilities, "serverInfo": info}
+    if message["method"] == "tools/list":
+        result = {"tools": []}
+    print(json.dumps({"jsonrpc": "2.0", "id": message["id"], "result": result}), flush=True)
+"""
+
+
+async def test_server_that_runs_once_is_up_although_a_second_process_ends(tmp_path: Path) -> None:
+    """G6: the answers of the first show it; `/readyz` may depend on it."""
+    command = [sys.executable, "-c", ONE_ONLY, str(tmp_path / "lock")]
+    one = UpstreamSettings("one", command=command, share="session")
+    async with Bench(tmp_path, names=(), more=[one]).serving() as bench:
+        upstream = bench.gateway.upstreams["one"]
+        await until(lambda: ("one", "tools") in bench.gateway.seen)
+        _, session = await bench.post("/mcp/one", HELLO)
+        answer, _ = await bench.post("/mcp/one", message_of("tools/list", None, 2), session)
+        assert "it runs already" in answer["error"]["message"]
+        assert not upstream.is_up
+        await bench.gateway.entries(upstream, "tools", "", bench.gateway._someone())
+        assert upstream.is_up

@@ -164,7 +164,8 @@ class UpstreamSession:
         self._is_initialized = False
         # The server has not answered `initialize` in time.
         self.is_mute = False
-        # The gateway greets the server now. A link alone does not show that it serves.
+        # The gateway greets the server now. A link alone does not show that it serves, and an
+        # answer may be a refusal.
         self._is_opening = False
         self.wishes = Wishes()
         # The clients whose calls are in flight, and what sends them messages.
@@ -212,7 +213,7 @@ class UpstreamSession:
         if self.upstream.is_up:
             return
         if self.upstream.is_cut:
-            await self.upstream.reach(self._knock)
+            await self.upstream.reach(self._knock, is_greeted=not self._is_opening)
         else:
             self.upstream.check()
 
@@ -282,7 +283,7 @@ class UpstreamSession:
         finally:
             self._waiting.pop(sent.id, None)
             self._note_use()
-        if self._line is None and not self.upstream.is_up:
+        if not self.upstream.is_up and not self._is_opening:
             self.upstream.rose()
         if self._changes is not None and self._changes.is_over:
             self._changes.begin(self.wishes.subscriptions)

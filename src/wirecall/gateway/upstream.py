@@ -364,7 +364,7 @@ class Upstream:
         # Since when it has answered or failed, by the system's clock.
         self.since = time.time()
         self.is_up = False
-        # A request over HTTP could not be sent, and nothing was answered since.
+        # A request over HTTP could not be sent, and none was answered since.
         self.is_cut = False
         # The ids of the extensions that it has declared.
         self.extensions: frozenset[str] = frozenset()
@@ -459,7 +459,7 @@ class Upstream:
             self.since = time.time()
 
     def rose(self) -> None:
-        """Note that a link was made, or that a request over HTTP was answered."""
+        """Note that a link was made, or that a request was answered."""
         self.is_cut = False
         self._note(is_up=True)
 
