@@ -125,3 +125,18 @@ async def test_server_that_runs_once_is_up_although_a_second_process_ends(tmp_pa
         assert not upstream.is_up
         await bench.gateway.entries(upstream, "tools", "", bench.gateway._someone())
         assert upstream.is_up
+
+
+async def test_greeting_ends_although_its_notification_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bad input: a server that answers `initialize`, and hangs at what follows it."""
+    async with faulty(tmp_path) as (_, server, _session):
+        server.ignored.add("notifications/initialized")
+        more = [UpstreamSettings("odd", url=f"http://127.0.0.1:{server.port}/mcp")]
+        (tmp_path / "odd").mkdir()
+        monkeypatch.setattr("wirecall.gateway.session.START_TIME", 0.1)
+        async with Bench(tmp_path / "odd", names=(), more=more).serving() as odd:
+            answer, _ = await odd.post("/mcp/odd", HELLO)
+        words = "it did not take notifications/initialized within 0.1 s"
+        assert answer["error"]["code"] == 50210 and words in answer["error"]["message"]

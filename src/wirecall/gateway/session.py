@@ -497,7 +497,11 @@ class UpstreamSession:
             if is_away(error) or revision.is_stateless or not await self._discover():
                 raise
             return
-        await self.notify(INITIALIZED, UNSET)
+        try:
+            async with asyncio.timeout(START_TIME):
+                await self.notify(INITIALIZED, UNSET)
+        except TimeoutError:
+            raise NotSent(f"it did not take {INITIALIZED} within {START_TIME:g} s") from None
 
     async def discovers(self) -> bool:
         """Return whether the server speaks 2026-07-28. Nothing is agreed on."""
