@@ -65,6 +65,8 @@ LIST_TIME = 5.0
 BACK_AFTER = 1.0
 BACK_AT_MOST = 30.0
 MOST_PAGES = 100
+# Milliseconds for which a list may be kept: a day. A server may state any number.
+LONGEST_TTL = 86_400_000
 # Sessions whose requests in flight are known.
 MOST_SESSIONS = 10_000
 
@@ -717,9 +719,11 @@ def _read_now(task: "asyncio.Task[list[Raw] | None]") -> list[Raw] | None:
 
 def updated(front: Front, upstream: "Upstream", message: Arrived) -> None:
     """Tell the clients of a front that a resource of an upstream has changed."""
-    uri = members_of(message.params).get("uri")
-    if uri is not None:
-        front.hub.notify("updated", front.own_uri(upstream, _decode_text(uri)))
+    try:
+        uri = _decode_text(members_of(message.params).get("uri", b"null"))
+    except msgspec.DecodeError:
+        return  # it names nothing
+    front.hub.notify("updated", front.own_uri(upstream, uri))
 
 
 def level_of(message: Arrived) -> str:
@@ -768,7 +772,7 @@ class Listing(Struct):
         if stated is None:
             return
         try:
-            ttl = max(0, _decode_ttl(stated))
+            ttl = min(max(0, _decode_ttl(stated)), LONGEST_TTL)
         except msgspec.DecodeError:
             ttl = 0
         self.ttl = ttl if self.ttl is None else min(ttl, self.ttl)

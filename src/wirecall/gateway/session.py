@@ -597,13 +597,15 @@ class UpstreamSession:
         await self.repeat(self.wishes)
 
     async def repeat(self, wishes: Wishes) -> None:
-        """Ask the server for what an earlier one was asked for."""
+        """Ask the server for what an earlier one was asked for, as far as it answers in time."""
         self.wishes = wishes
-        if wishes.level is not None:
-            await self._repeat(LEVEL, wishes.level)
-        # A copy: clients may subscribe and unsubscribe in between.
-        for params in list(wishes.subscriptions.values()):
-            await self._repeat(SUBSCRIBE, params)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(START_TIME):
+                if wishes.level is not None:
+                    await self._repeat(LEVEL, wishes.level)
+                # A copy: clients may subscribe and unsubscribe in between.
+                for params in list(wishes.subscriptions.values()):
+                    await self._repeat(SUBSCRIBE, params)
 
     async def _repeat(self, method: str, params: Raw | UnsetType) -> None:
         """Repeat a request of the client. Whether the server takes it does not matter."""
@@ -691,8 +693,9 @@ class UpstreamSession:
             if stated in LEVELS and LEVELS.index(stated) <= LEVELS.index(level):
                 return
         params = raw_of({"level": level})
-        with suppress(RpcError, CallFailed):
-            await self.ask(LEVEL, params)
+        with suppress(RpcError, CallFailed, TimeoutError):
+            async with asyncio.timeout(START_TIME):
+                await self.ask(LEVEL, params)
             self.wishes.level = params
 
     # --- its use ----------------------------------------------------------------------------------
