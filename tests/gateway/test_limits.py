@@ -271,6 +271,20 @@ async def test_reference_without_a_value_is_a_fault_of_one_upstream(
         assert "env:TOKEN_OF_TEST is not an address" in answer["error"]["message"]
 
 
+async def test_reference_to_what_is_no_address_is_a_fault_of_one_upstream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G11: its error names the reference, and not the value, which may be secret."""
+    monkeypatch.setenv("ADDRESS_OF_TEST", "http://[secret/mcp")
+    odd = UpstreamSettings("odd", url="env:ADDRESS_OF_TEST")
+    async with Bench(tmp_path, names=(), more=[odd]).serving() as bench:
+        answer, _ = await bench.post("/mcp/odd", message_of("initialize", introduction(), 1))
+        error = answer["error"]
+        assert (error["code"], error["data"]["ran"]) == (50210, "no")
+        assert "odd: env:ADDRESS_OF_TEST is not an address" in error["message"]
+        assert "[secret" not in json.dumps(error)
+
+
 async def test_token_that_has_changed_is_read_again_when_the_server_refuses_the_old_one(
     tmp_path: Path,
 ) -> None:

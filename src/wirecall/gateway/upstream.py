@@ -386,9 +386,13 @@ class Upstream:
         if self.origin.command:
             return RelayLineLink(self._child, MAX_BYTES)
         try:
-            origin = self._read()
+            return self._web_link()
         except NotSent as error:
             return RelayLineLink(partial(_unread, error), MAX_BYTES)  # it fails when it is opened
+
+    def _web_link(self) -> McpLink:
+        """Return a link over HTTP. Raises `NotSent` if its address is not known, or is none."""
+        origin = self._read()
         auth: Auth | None = None
         if origin.auth is not None:
             auth = origin.auth(origin.url)
@@ -396,7 +400,12 @@ class Upstream:
             HttpClient, headers=origin.headers, max_bytes=MAX_BYTES, auth=auth, idle=IDLE
         )
         older = partial(RelayLineLink, partial(SsePipe, origin.url, http), MAX_BYTES)
-        return McpHttpLink(http(origin.url), older, self.clock)
+        try:
+            client = http(origin.url)
+        except UsageError:
+            # Its own words show the value of the reference, which may be secret.
+            raise NotSent(f"{self.origin.url} is not an address of HTTP") from None
+        return McpHttpLink(client, older, self.clock)
 
     def _read(self) -> Origin:
         """Return how the server is reached now. Raises `NotSent` if a reference has no value."""
