@@ -21,7 +21,7 @@ from msgspec import Raw
 from wirecall.app import GRACE, SECRET_VARIABLE, App
 from wirecall.client.delivery import Clock
 from wirecall.errors import CallFailed, NotSent, RpcError, UpstreamUnavailable
-from wirecall.files import replace_file
+from wirecall.files import create_file
 from wirecall.gateway.fronts import (
     BACK_AFTER,
     BACK_AT_MOST,
@@ -828,8 +828,8 @@ async def _closed_when_quiet(opening: "asyncio.Task[UpstreamSession]") -> None:
 def _secret_beside(ledger: str) -> str | None:
     """Return the secret of the sessions, which is kept in a file beside the ledger.
 
-    Sessions of clients continue after a restart. A secret of the environment comes first: several
-    gateways may share it.
+    Sessions of clients continue after a restart. Of several gateways that start at the same time,
+    one makes the secret. A secret of the environment comes first: gateways without a file share it.
     """
     if os.environ.get(SECRET_VARIABLE):
         return None
@@ -837,9 +837,7 @@ def _secret_beside(ledger: str) -> str | None:
     if scheme != "sqlite" or not path:
         return None
     file = Path(path.partition("?")[0] + ".secret")
-    if file.exists():
-        return file.read_text().strip()
-    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    secret = os.urandom(32).hex()
-    replace_file(file, secret.encode())
-    return secret
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        create_file(file, os.urandom(32).hex().encode())
+    return file.read_text().strip()
