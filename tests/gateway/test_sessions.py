@@ -459,3 +459,26 @@ async def test_gateway_passes_a_refusal_of_the_server_on_unchanged(
             answer, _ = await bench.post("/mcp/shop", message_of("tools/call", call, id), session)
             assert answer["error"] == error
         assert len(shop.called) == 2
+
+
+async def test_list_of_a_client_waits_again_if_the_background_has_no_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G11: a list that was late once is not left out for as long as all sessions are in use."""
+    monkeypatch.setattr("wirecall.gateway.gateway.MOST_SESSIONS", 1)
+    monkeypatch.setattr("wirecall.gateway.gateway.LINK_TIME", 0.05)
+    monkeypatch.setattr("wirecall.gateway.gateway.BACK_AFTER", 0.01)
+    bench = Bench(tmp_path, names=("bank",), own={"bank": {"share": "session"}})
+    async with bench.serving():
+        gateway = bench.gateway
+        await until(lambda: ("bank", "tools") in gateway.seen)
+        _, session = await bench.post("/mcp", message_of("initialize", introduction(), 1))
+        look = message_of("tools/call", {"name": "look"}, 2)
+        assert "result" in (await bench.post("/mcp", look, session))[0]
+        [talk] = gateway._talks(gateway.upstreams["bank"])
+        talk.enter()
+        gateway.await_back("bank", "tools", is_late=True)
+        await until(lambda: not gateway.is_late("bank", "tools"))
+        listed, _ = await bench.post("/mcp", message_of("tools/list", None, 3), session)
+        assert "_meta" not in listed["result"]
+        talk.leave()

@@ -152,7 +152,8 @@ class Gateway(App):
         self._background: set[asyncio.Task[Any]] = set()
         # The lists, by upstream and kind, that are read in the background until they are there.
         self._awaited: set[tuple[str, str]] = set()
-        # Those of them that did not come in time. A further list does not wait for them.
+        # Those of them that did not come in time. A further list does not wait for them, until the
+        # server has answered or an attempt in the background has failed.
         self._late: set[tuple[str, str]] = set()
 
     # --- conversations ----------------------------------------------------------------------------
@@ -623,6 +624,8 @@ class Gateway(App):
                 try:
                     await self.entries(upstream, kind, "", self._someone())
                 except (RpcError, CallFailed):
+                    # The session of another client may be better: its next list waits again.
+                    self._late.discard((upstream.name, kind))
                     continue
                 break
         finally:
