@@ -19,6 +19,7 @@ from wirecall import App, Context
 from wirecall.errors import UsageError
 from wirecall.gateway import UpstreamSettings
 from wirecall.gateway.forward import REFUSED
+from wirecall.gateway.fronts import MergedFront
 from wirecall.gateway.gateway import MOST_SESSIONS
 from wirecall.mcp.revisions import NAMES
 
@@ -482,3 +483,32 @@ async def test_list_of_a_client_waits_again_if_the_background_has_no_session(
         listed, _ = await bench.post("/mcp", message_of("tools/list", None, 3), session)
         assert "_meta" not in listed["result"]
         talk.leave()
+
+
+async def test_list_whose_client_leaves_leaves_no_task(tmp_path: Path) -> None:
+    """G11: neither the reading of a list nor the wait for a session lasts without its caller."""
+    mute = UpstreamSettings("mute", command=["/bin/sh", "-c", "cat >/dev/null"])
+    async with Bench(tmp_path, names=(), more=[mute]).serving() as bench:
+        gateway = bench.gateway
+        upstream = gateway.upstreams["mute"]
+        await until(lambda: gateway._conversations)
+        key = ("mute", "")
+        for number in range(MOST_SESSIONS):
+            gateway._conversations["mute", f"caller {number}"] = gateway._conversations[key]
+        front = gateway.mcp()
+        assert isinstance(front, MergedFront)
+        someone = gateway._someone()
+        works = ("coro=<_quiet()", "coro=<MergedFront._entries()")
+
+        def working() -> int:
+            return sum(any(each in repr(task) for each in works) for task in asyncio.all_tasks())
+
+        callers = [
+            asyncio.create_task(front._read_entries([upstream], "tools", "", someone)),
+            asyncio.create_task(gateway._room(upstream)),
+        ]
+        await until(lambda: working() > MOST_SESSIONS)
+        for caller in callers:
+            caller.cancel()
+        await asyncio.wait(callers)
+        await until(lambda: not working())

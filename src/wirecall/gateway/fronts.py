@@ -553,14 +553,17 @@ class MergedFront(Front):
             asyncio.create_task(self._entries(upstream, kind, caller, session))
             for upstream in upstreams
         ]
-        done, _ = await asyncio.wait(reading, timeout=LIST_TIME)
+        try:
+            done, _ = await asyncio.wait(reading, timeout=LIST_TIME)
+        finally:
+            for task in reading:
+                task.cancel()
         found: dict[str, list[Raw] | None] = {}
         for upstream, task in zip(upstreams, reading, strict=True):
             found[upstream.name] = None
             if task in done:
                 found[upstream.name] = _read_now(task)
             else:
-                task.cancel()
                 self.gateway.await_back(upstream.name, kind, is_late=True)
         return found
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Raw
 
+from wirecall.aio import cancel_all
 from wirecall.app import GRACE, SECRET_VARIABLE, App
 from wirecall.client.delivery import Clock
 from wirecall.errors import CallFailed, NotSent, RpcError, UpstreamUnavailable
@@ -376,11 +377,12 @@ class Gateway(App):
                 return
             left = deadline - asyncio.get_running_loop().time()
             waiting = [asyncio.create_task(_quiet(opening)) for opening in openings]
-            done, rest = await asyncio.wait(
-                waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED
-            )
-            for task in rest:
-                task.cancel()
+            try:
+                done, _ = await asyncio.wait(
+                    waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED
+                )
+            finally:
+                await cancel_all(*waiting)
             if not done:
                 raise NotSent(f"it has {MOST_SESSIONS} sessions, and all of them are in use")
 
