@@ -512,3 +512,16 @@ async def test_list_whose_client_leaves_leaves_no_task(tmp_path: Path) -> None:
             caller.cancel()
         await asyncio.wait(callers)
         await until(lambda: not working())
+
+
+async def test_tables_of_callers_have_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G11: each caller has its own, and callers may be many."""
+    monkeypatch.setattr("wirecall.gateway.fronts.MOST_TABLES", 2)
+    async with Bench(tmp_path, names=("bank",)).serving() as bench:
+        front = bench.gateway.mcp()
+        assert isinstance(front, MergedFront)
+        for caller in ("ann", "bob", "eve"):
+            await front._table("tools", caller, bench.gateway._someone())
+        assert [caller for _, caller in front._tables] == ["bob", "eve"]

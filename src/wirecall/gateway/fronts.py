@@ -67,6 +67,8 @@ BACK_AT_MOST = 30.0
 MOST_PAGES = 100
 # Milliseconds for which a list may be kept: a day. A server may state any number.
 LONGEST_TTL = 86_400_000
+# Tables of callers that are kept.
+MOST_TABLES = 1000
 # Sessions whose requests in flight are known.
 MOST_SESSIONS = 10_000
 
@@ -474,7 +476,7 @@ class MergedFront(Front):
         for method, kind in _LISTS.items():
             self.add(method, partial(self._merged_list, kind), types.ListPage)
         self.offer(types.TASKS, {}, revisions=STATELESS, is_needed=self._has_tasks)
-        # The last tables that clients have seen, by kind and by the unit of sharing.
+        # The last tables that clients have seen, by kind and caller.
         self._tables: dict[tuple[str, str], Merged] = {}
 
     def opened(self, message: Envelope) -> tuple[Session, bytes]:
@@ -541,6 +543,8 @@ class MergedFront(Front):
         if table is None or not table.is_of(lists):
             table = merged(kind, lists, prefixes=gateway.settings.names == "prefix")
             self._tables[kind, caller] = table
+            if len(self._tables) > MOST_TABLES:
+                del self._tables[next(iter(self._tables))]
         return table, missing
 
     async def _read_entries(
