@@ -271,7 +271,7 @@ async def test_reference_without_a_value_is_a_fault_of_one_upstream(
         assert "env:TOKEN_OF_TEST is not an address" in answer["error"]["message"]
 
 
-async def test_reference_to_what_is_no_address_is_a_fault_of_one_upstream(
+async def test_reference_to_a_wrong_address_is_a_fault_of_one_upstream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """G11: its error names the reference, and not the value, which may be secret."""

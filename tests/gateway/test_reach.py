@@ -31,11 +31,12 @@ HELLO = message_of("initialize", introduction(), 1)
 async def test_command_in_front_of_a_server_that_refuses_another_session_does_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, greeting: str, words: str
 ) -> None:
-    """G6: the session is gone, and the greeting of the next one is no answer to the command."""
+    """G6: the session is gone, and an answer to the next greeting does not answer the command."""
     monkeypatch.setattr("wirecall.gateway.upstream.ATTEMPT_PAUSE", 0.0)
     async with faulty(tmp_path) as (bench, server, session):
         monkeypatch.setattr("wirecall.gateway.session.START_TIME", 0.1)
-        server.session, server.greeting = "2", greeting
+        server.session = "2"
+        server.greeting = greeting
         error = (await called(bench, session, "pay", "done"))["error"]
         assert (error["code"], error["data"]["ran"]) == (50210, "no"), error
         assert words in error["message"].lower()

@@ -563,7 +563,7 @@ class UpstreamSession:
     async def _renew(self) -> None:
         """Greet a server that was started again as its client greeted the first.
 
-        Raises `NotSent` if that fails: an answer to the greeting is none to the call behind it.
+        Raises `NotSent` if that fails: a refused greeting does not answer the call behind it.
         """
         try:
             await self._greet_again()
@@ -749,7 +749,7 @@ def _nothing(_entry: AnyEntry) -> None:
 
 
 def is_away(error: Exception) -> bool:
-    """Return whether a server could not be reached. Another gateway may say so of its own servers."""
+    """Return whether a server could not be reached. Another gateway may report that too."""
     return isinstance(error, UpstreamUnavailable) and not error.is_remote
 
 

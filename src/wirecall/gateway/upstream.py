@@ -391,7 +391,7 @@ class Upstream:
             return RelayLineLink(partial(_unread, error), MAX_BYTES)  # it fails when it is opened
 
     def _web_link(self) -> McpLink:
-        """Return a link over HTTP. Raises `NotSent` if its address is not known, or is none."""
+        """Return a link over HTTP. Raises `NotSent` if its address is unknown or wrong."""
         origin = self._read()
         auth: Auth | None = None
         if origin.auth is not None:
