@@ -89,6 +89,31 @@ def replace_file(path: Path, data: bytes, *, like: Path | None = None) -> None:
         raise
 
 
+def create_file(path: Path, data: bytes) -> bool:
+    """Write a file that is not there yet; return False if there is one. Only its owner can read it.
+
+    Of several processes that create it at the same time, one succeeds. The others find its file
+    complete.
+    """
+    import tempfile  # late: few programs write such a file
+
+    handle, made = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # with mode 0600
+    try:
+        with open(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(handle)
+        try:
+            os.link(made, path)
+        except FileExistsError:
+            return False
+        except OSError:  # this file system has no links: the last one that is written stays
+            os.replace(made, path)
+    finally:
+        Path(made).unlink(missing_ok=True)
+    return True
+
+
 class Lock(Protocol):
     """A lock on a file, which one process holds at a time. A process that exits releases it."""
 

@@ -34,6 +34,12 @@ class Faulty:
         self.connections: list[asyncio.BaseTransport] = []
         # The methods of all messages.
         self.asked: list[str] = []
+        # The id of its session. One that asks with another id has to greet it again.
+        self.session = "1"
+        # How `initialize` ends, as a call does. "": it is answered.
+        self.greeting = ""
+        # The notifications that it does not answer.
+        self.ignored: set[str] = set()
         self._runner = web.AppRunner(self._routes(), shutdown_timeout=0.1)
         self._site: web.TCPSite | None = None
         self._open: set[asyncio.BaseTransport] = set()
@@ -91,16 +97,24 @@ class Faulty:
         self.asked.append(message["method"])
         id = message.get("id")
         method = message["method"]
+        if request.headers.get("Mcp-Session-Id", self.session) != self.session:
+            return web.Response(status=404)
         if id is None:
+            if method in self.ignored:
+                await self.end.wait()
             return web.Response(status=202)
         result: dict[str, Any] = {"content": [{"type": "text", "text": "done"}]}
         if method == "initialize":
             version = message["params"]["protocolVersion"]
             info = {"name": "faulty", "version": "1"}
             result = {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": info}
-        elif method == "server/discover":
+            if self.greeting:
+                return await self._ended(request, id, self.greeting, result)
+            own = {"Mcp-Session-Id": self.session}
+            return web.json_response({"jsonrpc": "2.0", "id": id, "result": result}, headers=own)
+        if method == "server/discover":
             return web.Response(status=400)
-        elif method == "tools/list":
+        if method == "tools/list":
             result = {"tools": TOOLS}
         elif method == "tools/call":
             params = message["params"]

@@ -159,6 +159,26 @@ async def test_gateway_session_outlives_the_gateway(tmp_path: Path) -> None:
     assert secret.stat().st_mode & 0o077 == 0
 
 
+def test_gateways_that_start_at_the_same_time_have_one_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """X21: the one that is later takes the secret of the other, and leaves no other file."""
+    ledger = f"sqlite:{tmp_path / 'ledger.db'}"
+    secrets: list[str | None] = []
+
+    def drawn(count: int) -> bytes:
+        """Start another gateway while the first makes its secret."""
+        monkeypatch.undo()
+        secrets.append(gateways._secret_beside(ledger))
+        return bytes(count)
+
+    monkeypatch.setattr(os, "urandom", drawn)
+    secrets.append(gateways._secret_beside(ledger))
+    assert secrets[0] == secrets[1] != bytes(32).hex()
+    assert secrets[0] == gateways._secret_beside(ledger)
+    assert [each.name for each in tmp_path.iterdir()] == ["ledger.db.secret"]
+
+
 async def test_gateway_shares_the_secret_of_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

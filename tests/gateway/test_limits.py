@@ -21,6 +21,7 @@ from tests.gateway.fronts import counter, effects, introduction, message_of, wra
 from tests.ports import free_port
 from wirecall import App, Context
 from wirecall.gateway import UpstreamSettings, fronts, offers, plan
+from wirecall.gateway.session import Wishes
 from wirecall.gateway.upstream import FAILURES
 from wirecall.server.identity import Identity
 
@@ -179,6 +180,70 @@ async def test_server_that_does_not_list_its_tools_has_commands_only(
         assert bench.gateway.upstreams["odd"].use_of("x") == "once"
 
 
+ODD = """
+import json, sys
+
+more = json.loads(sys.argv[1])
+for line in sys.stdin:
+    message = json.loads(line)
+    method = message["method"]
+    if "id" not in message or method == "logging/setLevel":
+        continue
+    result = {"tools": [], **more.get("list", {})}
+    if method == "initialize":
+        info = {"name": "x", "version": "1"}
+        version = message["params"]["protocolVersion"]
+        capabilities = {"tools": {}, "logging": {}}
+        result = {"protocolVersion": version, "capabilities": capabilities, "serverInfo": info}
+    elif "params" in more:
+        method = "notifications/resources/updated"
+        print(json.dumps({"jsonrpc": "2.0", "method": method, **more}), flush=True)
+    print(json.dumps({"jsonrpc": "2.0", "id": message["id"], "result": result}), flush=True)
+"""
+
+
+def odd(**more: Any) -> UpstreamSettings:
+    """A server that takes no level, and whose lists or notifications are odd."""
+    return UpstreamSettings("odd", command=[*python(ODD), json.dumps(more)])
+
+
+@pytest.mark.parametrize("ttl", [10**400, -(10**400), 0.5, "x", None])
+async def test_list_that_may_be_kept_for_any_time_is_read(tmp_path: Path, ttl: object) -> None:
+    """Bad input: a time that no clock takes, or none, ends neither the list nor what awaits it."""
+    upstream = odd(list={"ttlMs": ttl, "cacheScope": "public"})
+    async with Bench(tmp_path, names=("bank",), more=[upstream]).serving() as bench:
+        _, session = await bench.post("/mcp", message_of("initialize", introduction(), 1))
+        listed, _ = await bench.post("/mcp", message_of("tools/list", None, 2), session)
+        assert "_meta" not in listed["result"]
+
+
+@pytest.mark.parametrize("params", [{"uri": 5}, {"uri": None}, {}, [1]])
+async def test_change_of_a_resource_without_its_name_is_dropped(
+    tmp_path: Path, params: object
+) -> None:
+    """Bad input: the connection to the server stays, and its next message is read."""
+    async with Bench(tmp_path, names=(), more=[odd(params=params)]).serving() as bench:
+        _, session = await bench.post("/mcp/odd", message_of("initialize", introduction(), 1))
+        ask = message_of("tools/list", None, 2)
+        *_, listed = await bench.stream("/mcp/odd", ask, session)
+        assert listed["result"] == {"tools": []}
+
+
+async def test_level_that_a_server_does_not_take_has_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bad input: neither the client that asks nor a session that is opened later waits."""
+    async with Bench(tmp_path, names=("bank",), more=[odd()]).serving() as bench:
+        await until(lambda: ("odd", "tools") in bench.gateway.seen)
+        monkeypatch.setattr("wirecall.gateway.session.START_TIME", 0.1)
+        _, session = await bench.post("/mcp", message_of("initialize", introduction(), 1))
+        level = message_of("logging/setLevel", {"level": "debug"}, 2)
+        answer, _ = await bench.post("/mcp", level, session)
+        assert answer["result"] == {}
+        [talk] = bench.gateway._talks(bench.gateway.upstreams["odd"])
+        await talk.repeat(Wishes(Raw(b'{"level":"debug"}')))
+
+
 async def test_reference_without_a_value_is_a_fault_of_one_upstream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,6 +269,20 @@ async def test_reference_without_a_value_is_a_fault_of_one_upstream(
         assert answer["result"]["serverInfo"]["name"] == "counter"
         answer, _ = await bench.post("/mcp/remote", hello)
         assert "env:TOKEN_OF_TEST is not an address" in answer["error"]["message"]
+
+
+async def test_reference_to_a_wrong_address_is_a_fault_of_one_upstream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G11: its error names the reference, and not the value, which may be secret."""
+    monkeypatch.setenv("ADDRESS_OF_TEST", "http://[secret/mcp")
+    odd = UpstreamSettings("odd", url="env:ADDRESS_OF_TEST")
+    async with Bench(tmp_path, names=(), more=[odd]).serving() as bench:
+        answer, _ = await bench.post("/mcp/odd", message_of("initialize", introduction(), 1))
+        error = answer["error"]
+        assert (error["code"], error["data"]["ran"]) == (50210, "no")
+        assert "odd: env:ADDRESS_OF_TEST is not an address" in error["message"]
+        assert "[secret" not in json.dumps(error)
 
 
 async def test_token_that_has_changed_is_read_again_when_the_server_refuses_the_old_one(

@@ -19,6 +19,7 @@ from wirecall import App, Context
 from wirecall.errors import UsageError
 from wirecall.gateway import UpstreamSettings
 from wirecall.gateway.forward import REFUSED
+from wirecall.gateway.fronts import MergedFront
 from wirecall.gateway.gateway import MOST_SESSIONS
 from wirecall.mcp.revisions import NAMES
 
@@ -459,3 +460,68 @@ async def test_gateway_passes_a_refusal_of_the_server_on_unchanged(
             answer, _ = await bench.post("/mcp/shop", message_of("tools/call", call, id), session)
             assert answer["error"] == error
         assert len(shop.called) == 2
+
+
+async def test_list_of_a_client_waits_again_if_the_background_has_no_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G11: a list that was late once is not left out for as long as all sessions are in use."""
+    monkeypatch.setattr("wirecall.gateway.gateway.MOST_SESSIONS", 1)
+    monkeypatch.setattr("wirecall.gateway.gateway.LINK_TIME", 0.05)
+    monkeypatch.setattr("wirecall.gateway.gateway.BACK_AFTER", 0.01)
+    bench = Bench(tmp_path, names=("bank",), own={"bank": {"share": "session"}})
+    async with bench.serving():
+        gateway = bench.gateway
+        await until(lambda: ("bank", "tools") in gateway.seen)
+        _, session = await bench.post("/mcp", message_of("initialize", introduction(), 1))
+        look = message_of("tools/call", {"name": "look"}, 2)
+        assert "result" in (await bench.post("/mcp", look, session))[0]
+        [talk] = gateway._talks(gateway.upstreams["bank"])
+        talk.enter()
+        gateway.await_back("bank", "tools", is_late=True)
+        await until(lambda: not gateway.is_late("bank", "tools"))
+        listed, _ = await bench.post("/mcp", message_of("tools/list", None, 3), session)
+        assert "_meta" not in listed["result"]
+        talk.leave()
+
+
+async def test_list_whose_client_leaves_leaves_no_task(tmp_path: Path) -> None:
+    """G11: neither the reading of a list nor the wait for a session lasts without its caller."""
+    mute = UpstreamSettings("mute", command=["/bin/sh", "-c", "cat >/dev/null"])
+    async with Bench(tmp_path, names=(), more=[mute]).serving() as bench:
+        gateway = bench.gateway
+        upstream = gateway.upstreams["mute"]
+        await until(lambda: gateway._conversations)
+        key = ("mute", "")
+        for number in range(MOST_SESSIONS):
+            gateway._conversations["mute", f"caller {number}"] = gateway._conversations[key]
+        front = gateway.mcp()
+        assert isinstance(front, MergedFront)
+        someone = gateway._someone()
+        works = ("coro=<_quiet()", "coro=<MergedFront._entries()")
+
+        def working() -> int:
+            return sum(any(each in repr(task) for each in works) for task in asyncio.all_tasks())
+
+        callers = [
+            asyncio.create_task(front._read_entries([upstream], "tools", "", someone)),
+            asyncio.create_task(gateway._room(upstream)),
+        ]
+        await until(lambda: working() > MOST_SESSIONS)
+        for caller in callers:
+            caller.cancel()
+        await asyncio.wait(callers)
+        await until(lambda: not working())
+
+
+async def test_tables_of_callers_have_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G11: each caller has its own, and callers may be many."""
+    monkeypatch.setattr("wirecall.gateway.fronts.MOST_TABLES", 2)
+    async with Bench(tmp_path, names=("bank",)).serving() as bench:
+        front = bench.gateway.mcp()
+        assert isinstance(front, MergedFront)
+        for caller in ("ann", "bob", "eve"):
+            await front._table("tools", caller, bench.gateway._someone())
+        assert [caller for _, caller in front._tables] == ["bob", "eve"]

@@ -13,6 +13,7 @@ from aiohttp import web
 from tests.client.conftest import nothing_is_left as nothing_is_left
 from tests.client.peers import served, until
 from tests.gateway.fronts import Client, enveloped, introduction, message_of
+from tests.ports import free_port
 from wirecall import App, Context
 from wirecall.auth.store import FileStore, Login
 from wirecall.gateway.login import StoredLogin
@@ -75,6 +76,22 @@ async def test_wrap_url_serves_both_eras_and_runs_a_lost_call_once(revision: str
         assert again["result"]["content"] == first["result"]["content"]
         assert again["result"]["_meta"]["io.wirecall/replayed"] is True
         assert runs == ["ann"]
+
+
+async def test_wrap_url_does_not_take_a_server_that_is_down_for_an_older_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """G5: a client without a handshake gets the reason, and no gateway that translates."""
+    monkeypatch.setattr("wirecall.gateway.upstream.ATTEMPT_PAUSE", 0.0)
+    url = f"http://127.0.0.1:{free_port()}/mcp"
+    wrap = Wrap(Origin(name="shop", url=url), ledger="memory:")
+    try:
+        answer = await Client(wrap).ask("tools/list", enveloped({}))
+        assert answer["error"]["code"] == 50210
+        assert "refused" in answer["error"]["message"]
+        assert wrap._gateway is None
+    finally:
+        await wrap.aclose(1.0)
 
 
 @pytest.mark.parametrize("order", [["discover", "initialize"], ["initialize", "discover"]])

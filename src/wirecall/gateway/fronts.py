@@ -65,6 +65,10 @@ LIST_TIME = 5.0
 BACK_AFTER = 1.0
 BACK_AT_MOST = 30.0
 MOST_PAGES = 100
+# Milliseconds for which a list may be kept: a day. A server may state any number.
+LONGEST_TTL = 86_400_000
+# Tables of callers that are kept.
+MOST_TABLES = 1000
 # Sessions whose requests in flight are known.
 MOST_SESSIONS = 10_000
 
@@ -472,7 +476,7 @@ class MergedFront(Front):
         for method, kind in _LISTS.items():
             self.add(method, partial(self._merged_list, kind), types.ListPage)
         self.offer(types.TASKS, {}, revisions=STATELESS, is_needed=self._has_tasks)
-        # The last tables that clients have seen, by kind and by the unit of sharing.
+        # The last tables that clients have seen, by kind and caller.
         self._tables: dict[tuple[str, str], Merged] = {}
 
     def opened(self, message: Envelope) -> tuple[Session, bytes]:
@@ -539,6 +543,8 @@ class MergedFront(Front):
         if table is None or not table.is_of(lists):
             table = merged(kind, lists, prefixes=gateway.settings.names == "prefix")
             self._tables[kind, caller] = table
+            if len(self._tables) > MOST_TABLES:
+                del self._tables[next(iter(self._tables))]
         return table, missing
 
     async def _read_entries(
@@ -551,14 +557,17 @@ class MergedFront(Front):
             asyncio.create_task(self._entries(upstream, kind, caller, session))
             for upstream in upstreams
         ]
-        done, _ = await asyncio.wait(reading, timeout=LIST_TIME)
+        try:
+            done, _ = await asyncio.wait(reading, timeout=LIST_TIME)
+        finally:
+            for task in reading:
+                task.cancel()
         found: dict[str, list[Raw] | None] = {}
         for upstream, task in zip(upstreams, reading, strict=True):
             found[upstream.name] = None
             if task in done:
                 found[upstream.name] = _read_now(task)
             else:
-                task.cancel()
                 self.gateway.await_back(upstream.name, kind, is_late=True)
         return found
 
@@ -717,9 +726,11 @@ def _read_now(task: "asyncio.Task[list[Raw] | None]") -> list[Raw] | None:
 
 def updated(front: Front, upstream: "Upstream", message: Arrived) -> None:
     """Tell the clients of a front that a resource of an upstream has changed."""
-    uri = members_of(message.params).get("uri")
-    if uri is not None:
-        front.hub.notify("updated", front.own_uri(upstream, _decode_text(uri)))
+    try:
+        uri = _decode_text(members_of(message.params).get("uri", b"null"))
+    except msgspec.DecodeError:
+        return  # it names nothing
+    front.hub.notify("updated", front.own_uri(upstream, uri))
 
 
 def level_of(message: Arrived) -> str:
@@ -768,7 +779,7 @@ class Listing(Struct):
         if stated is None:
             return
         try:
-            ttl = max(0, _decode_ttl(stated))
+            ttl = min(max(0, _decode_ttl(stated)), LONGEST_TTL)
         except msgspec.DecodeError:
             ttl = 0
         self.ttl = ttl if self.ttl is None else min(ttl, self.ttl)

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Raw
 
+from wirecall.aio import cancel_all
 from wirecall.app import GRACE, SECRET_VARIABLE, App
 from wirecall.client.delivery import Clock
 from wirecall.errors import CallFailed, NotSent, RpcError, UpstreamUnavailable
-from wirecall.files import replace_file
+from wirecall.files import create_file
 from wirecall.gateway.fronts import (
     BACK_AFTER,
     BACK_AT_MOST,
@@ -152,7 +153,8 @@ class Gateway(App):
         self._background: set[asyncio.Task[Any]] = set()
         # The lists, by upstream and kind, that are read in the background until they are there.
         self._awaited: set[tuple[str, str]] = set()
-        # Those of them that did not come in time. A further list does not wait for them.
+        # Those of them that did not come in time. A further list does not wait for them, until the
+        # server has answered or an attempt in the background has failed.
         self._late: set[tuple[str, str]] = set()
 
     # --- conversations ----------------------------------------------------------------------------
@@ -375,11 +377,12 @@ class Gateway(App):
                 return
             left = deadline - asyncio.get_running_loop().time()
             waiting = [asyncio.create_task(_quiet(opening)) for opening in openings]
-            done, rest = await asyncio.wait(
-                waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED
-            )
-            for task in rest:
-                task.cancel()
+            try:
+                done, _ = await asyncio.wait(
+                    waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED
+                )
+            finally:
+                await cancel_all(*waiting)
             if not done:
                 raise NotSent(f"it has {MOST_SESSIONS} sessions, and all of them are in use")
 
@@ -623,6 +626,8 @@ class Gateway(App):
                 try:
                     await self.entries(upstream, kind, "", self._someone())
                 except (RpcError, CallFailed):
+                    # The session of another client may be better: its next list waits again.
+                    self._late.discard((upstream.name, kind))
                     continue
                 break
         finally:
@@ -828,8 +833,8 @@ async def _closed_when_quiet(opening: "asyncio.Task[UpstreamSession]") -> None:
 def _secret_beside(ledger: str) -> str | None:
     """Return the secret of the sessions, which is kept in a file beside the ledger.
 
-    Sessions of clients continue after a restart. A secret of the environment comes first: several
-    gateways may share it.
+    Sessions of clients continue after a restart. Of several gateways that start at the same time,
+    one makes the secret. A secret of the environment comes first: gateways without a file share it.
     """
     if os.environ.get(SECRET_VARIABLE):
         return None
@@ -837,9 +842,7 @@ def _secret_beside(ledger: str) -> str | None:
     if scheme != "sqlite" or not path:
         return None
     file = Path(path.partition("?")[0] + ".secret")
-    if file.exists():
-        return file.read_text().strip()
-    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    secret = os.urandom(32).hex()
-    replace_file(file, secret.encode())
-    return secret
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        create_file(file, os.urandom(32).hex().encode())
+    return file.read_text().strip()

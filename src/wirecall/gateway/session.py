@@ -164,7 +164,8 @@ class UpstreamSession:
         self._is_initialized = False
         # The server has not answered `initialize` in time.
         self.is_mute = False
-        # The gateway greets the server now. A link alone does not show that it serves.
+        # The gateway greets the server now. A link alone does not show that it serves, and an
+        # answer may be a refusal.
         self._is_opening = False
         self.wishes = Wishes()
         # The clients whose calls are in flight, and what sends them messages.
@@ -212,7 +213,7 @@ class UpstreamSession:
         if self.upstream.is_up:
             return
         if self.upstream.is_cut:
-            await self.upstream.reach(self._knock)
+            await self.upstream.reach(self._knock, is_greeted=not self._is_opening)
         else:
             self.upstream.check()
 
@@ -282,7 +283,7 @@ class UpstreamSession:
         finally:
             self._waiting.pop(sent.id, None)
             self._note_use()
-        if self._line is None and not self.upstream.is_up:
+        if not self.upstream.is_up and not self._is_opening:
             self.upstream.rose()
         if self._changes is not None and self._changes.is_over:
             self._changes.begin(self.wishes.subscriptions)
@@ -454,11 +455,11 @@ class UpstreamSession:
         """
         self.offered = revision
         self._is_opening = True
-        await self.ready()
         try:
+            await self.ready()
             await self._open(revision, capabilities, client)
         except (RpcError, Refused) as error:
-            if is_stated:
+            if is_stated and not is_away(error):
                 raise self._does_not_have(revision, str(error)) from error
             raise
         finally:
@@ -492,18 +493,24 @@ class UpstreamSession:
         }
         try:
             await self.initialize(raw_of(params))
-        except (RpcError, Refused):
-            if revision.is_stateless or not await self._discover():
+        except (RpcError, Refused) as error:
+            if is_away(error) or revision.is_stateless or not await self._discover():
                 raise
             return
-        await self.notify(INITIALIZED, UNSET)
+        try:
+            async with asyncio.timeout(START_TIME):
+                await self.notify(INITIALIZED, UNSET)
+        except TimeoutError:
+            raise NotSent(f"it did not take {INITIALIZED} within {START_TIME:g} s") from None
 
     async def discovers(self) -> bool:
         """Return whether the server speaks 2026-07-28. Nothing is agreed on."""
         await self.ready()
         try:
             await self._described(START_TIME)
-        except (RpcError, Refused, BadAnswer, TimeoutError):
+        except (RpcError, Refused, BadAnswer, TimeoutError) as error:
+            if is_away(error):
+                raise
             return False
         return True
 
@@ -511,7 +518,9 @@ class UpstreamSession:
         """Ask the server for what it is at 2026-07-28; return whether it speaks that revision."""
         try:
             self._introduced = await self._described(PROBE)
-        except (RpcError, CallFailed, TimeoutError):
+        except (RpcError, CallFailed, TimeoutError) as error:
+            if is_away(error):
+                raise  # further attempts have failed already
             return False
         self.revision = STATELESS[-1]
         return True
@@ -552,11 +561,30 @@ class UpstreamSession:
         return await self._introduce(params)
 
     async def _renew(self) -> None:
-        """Greet a server that was started again as its client greeted the first."""
+        """Greet a server that was started again as its client greeted the first.
+
+        Raises `NotSent` if that fails: a refused greeting does not answer the call behind it.
+        """
+        try:
+            await self._greet_again()
+        except NotSent:
+            raise
+        except RpcError as error:
+            raise NotSent(
+                f"the server that was started again refuses initialize: {error}"
+            ) from error
+        except CallFailed as error:
+            raise NotSent(str(error)) from error
+
+    async def _greet_again(self) -> None:
         before = self.revision
         self.renewals += 1
         self.link.revision = None
-        await self._introduce(self._introduction)
+        try:
+            async with asyncio.timeout(START_TIME):
+                await self._introduce(self._introduction)
+        except TimeoutError:
+            raise NotSent(f"it did not answer initialize within {START_TIME:g} s") from None
         if self.revision is not before:
             self.revision = before
             raise NotSent("the server that was started again speaks another revision")
@@ -569,13 +597,15 @@ class UpstreamSession:
         await self.repeat(self.wishes)
 
     async def repeat(self, wishes: Wishes) -> None:
-        """Ask the server for what an earlier one was asked for."""
+        """Ask the server for what an earlier one was asked for, as far as it answers in time."""
         self.wishes = wishes
-        if wishes.level is not None:
-            await self._repeat(LEVEL, wishes.level)
-        # A copy: clients may subscribe and unsubscribe in between.
-        for params in list(wishes.subscriptions.values()):
-            await self._repeat(SUBSCRIBE, params)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(START_TIME):
+                if wishes.level is not None:
+                    await self._repeat(LEVEL, wishes.level)
+                # A copy: clients may subscribe and unsubscribe in between.
+                for params in list(wishes.subscriptions.values()):
+                    await self._repeat(SUBSCRIBE, params)
 
     async def _repeat(self, method: str, params: Raw | UnsetType) -> None:
         """Repeat a request of the client. Whether the server takes it does not matter."""
@@ -663,8 +693,9 @@ class UpstreamSession:
             if stated in LEVELS and LEVELS.index(stated) <= LEVELS.index(level):
                 return
         params = raw_of({"level": level})
-        with suppress(RpcError, CallFailed):
-            await self.ask(LEVEL, params)
+        with suppress(RpcError, CallFailed, TimeoutError):
+            async with asyncio.timeout(START_TIME):
+                await self.ask(LEVEL, params)
             self.wishes.level = params
 
     # --- its use ----------------------------------------------------------------------------------
@@ -715,6 +746,11 @@ class UnreachedSession(UpstreamSession):
 
 def _nothing(_entry: AnyEntry) -> None:
     """The result stays raw."""
+
+
+def is_away(error: Exception) -> bool:
+    """Return whether a server could not be reached. Another gateway may report that too."""
+    return isinstance(error, UpstreamUnavailable) and not error.is_remote
 
 
 def is_newest(found: Raw) -> bool:

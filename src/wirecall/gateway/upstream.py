@@ -364,7 +364,7 @@ class Upstream:
         # Since when it has answered or failed, by the system's clock.
         self.since = time.time()
         self.is_up = False
-        # A request over HTTP could not be sent, and nothing was answered since.
+        # A request over HTTP could not be sent, and none was answered since.
         self.is_cut = False
         # The ids of the extensions that it has declared.
         self.extensions: frozenset[str] = frozenset()
@@ -386,9 +386,13 @@ class Upstream:
         if self.origin.command:
             return RelayLineLink(self._child, MAX_BYTES)
         try:
-            origin = self._read()
+            return self._web_link()
         except NotSent as error:
             return RelayLineLink(partial(_unread, error), MAX_BYTES)  # it fails when it is opened
+
+    def _web_link(self) -> McpLink:
+        """Return a link over HTTP. Raises `NotSent` if its address is unknown or wrong."""
+        origin = self._read()
         auth: Auth | None = None
         if origin.auth is not None:
             auth = origin.auth(origin.url)
@@ -396,7 +400,12 @@ class Upstream:
             HttpClient, headers=origin.headers, max_bytes=MAX_BYTES, auth=auth, idle=IDLE
         )
         older = partial(RelayLineLink, partial(SsePipe, origin.url, http), MAX_BYTES)
-        return McpHttpLink(http(origin.url), older, self.clock)
+        try:
+            client = http(origin.url)
+        except UsageError:
+            # Its own words show the value of the reference, which may be secret.
+            raise NotSent(f"{self.origin.url} is not an address of HTTP") from None
+        return McpHttpLink(client, older, self.clock)
 
     def _read(self) -> Origin:
         """Return how the server is reached now. Raises `NotSent` if a reference has no value."""
@@ -459,7 +468,7 @@ class Upstream:
             self.since = time.time()
 
     def rose(self) -> None:
-        """Note that a link was made, or that a request over HTTP was answered."""
+        """Note that a link was made, or that a request was answered."""
         self.is_cut = False
         self._note(is_up=True)
 
