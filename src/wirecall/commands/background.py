@@ -307,19 +307,20 @@ class Background:
 async def regain(run: Run) -> bool:
     """Claim the record of a run again if the store does not have it.
 
-    A failover may lose the last writes. Return whether this run holds the record.
+    A failover may lose the last writes. Return whether this run holds the record. A run that is not
+    committed does not claim again: nothing is done, and the ledger stops it at its commit point. If
+    it has stood still for long, the record of its successor may be gone, too.
     """
     ledger = run.ledger
     assert ledger is not None
     if run.task is not None:  # a task has a second record, which is lost as well
         return False
     record = await ledger.get(run.claim.id)
-    if record is None:
-        committed = run.claim.committed or run.state not in (RunState.FREE, RunState.STOPPING)
-        claim = replace(run.claim, committed=committed, continues=False, keyless=None)
+    if record is None and run.is_committed:
+        claim = replace(run.claim, committed=True, continues=False, keyless=None)
         record = await ledger.claim(claim)
         logger.error("the ledger lost the record of %s while it ran", run.claim.id)
-    if not run.holds(record):
+    if record is None or not run.holds(record):
         return False
     run.regain(record)
     return True

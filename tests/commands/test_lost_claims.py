@@ -1,0 +1,64 @@
+"""Runs whose claims the store has lost, as a failover does that lacks the last writes."""
+
+import asyncio
+
+from tests.calls import call, read, result
+from tests.clock import LoopClock
+from tests.commands.charges import ID, NewApp, World, charge, stands, vanish
+from tests.ledger import LEASE
+from tests.servers import Store
+from wirecall import App, NotDone
+from wirecall.errors import Busy
+from wirecall.ledger.base import Ledger
+
+RETENTION = 86_400
+
+
+async def forget(ledger: Ledger) -> None:
+    """Lose the record of a run."""
+    record = await ledger.get(ID)
+    assert record is not None
+    assert await ledger.release(record.token)
+
+
+async def test_holder_that_stood_still_until_its_command_was_forgotten_stops_at_its_commit_point(
+    new_app: NewApp, ledger: Ledger, store: Store, world: World, clock: LoopClock
+) -> None:
+    """Its successor was done, and the store has forgotten that."""
+    here = new_app()
+    there = new_app()
+    here.command(name="charge")(world.held_before)
+    there.command(name="charge")(world.charge)
+    here.command(name="note")(lambda: None)
+    first = asyncio.create_task(here.handle(charge()))
+    await world.begun.wait()
+    store.age(ID, LEASE + 1)
+    assert result(await there.handle(charge()))["number"] == 1
+    for _ in range(2):
+        store.age(ID, 8 * RETENTION + 1)
+        await ledger.sweep()
+    assert await stands(ledger) is None
+    clock.advance(LEASE)
+    await here.handle(call("note", key="other"))  # waits for the renewal
+    world.gate.set()
+    assert "error" in read(await first)
+    assert world.effects == [5]
+
+
+async def test_evidence_of_an_earlier_run_outlives_the_loss_of_its_record(
+    app: App, ledger: Ledger, store: Store, clock: LoopClock
+) -> None:
+    """The store counts attempts from one again, but the first run may have acted."""
+
+    async def refuses(cents: int) -> None:
+        await forget(ledger)
+        clock.advance(LEASE)
+        await app.handle(call("note", key="other"))  # waits for the renewal
+        raise Busy("not now")
+
+    app.command(name="charge", on_crash="reconcile", reconcile=lambda cents: NotDone())(refuses)
+    app.command(name="note")(lambda: None)
+    await vanish(ledger, store)
+    assert "error" in read(await app.handle(charge()))
+    record = await ledger.get(ID)
+    assert record is not None and (record.committed, record.lease_left) == (True, 0)
