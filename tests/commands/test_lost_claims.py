@@ -2,14 +2,16 @@
 
 import asyncio
 
-from tests.calls import call, read, result
+import pytest
+
+from tests.calls import call, error, read, result
 from tests.clock import LoopClock
 from tests.commands.charges import ID, NewApp, World, charge, stands, vanish
 from tests.ledger import LEASE
 from tests.servers import Store
-from wirecall import App, NotDone
+from wirecall import App, Context, Done, NotDone
 from wirecall.errors import Busy
-from wirecall.ledger.base import Ledger
+from wirecall.ledger.base import Ledger, LedgerDown, Token
 
 RETENTION = 86_400
 
@@ -62,3 +64,47 @@ async def test_evidence_of_an_earlier_run_outlives_the_loss_of_its_record(
     assert "error" in read(await app.handle(charge()))
     record = await ledger.get(ID)
     assert record is not None and (record.committed, record.lease_left) == (True, 0)
+
+
+async def test_run_that_failed_after_its_record_was_lost_is_reconciled(
+    app: App, ledger: Ledger, world: World
+) -> None:
+    async def fails(cents: int, ctx: Context) -> None:
+        world.act(cents)
+        await forget(ledger)
+        raise ConnectionError("it may have been charged")
+
+    app.command(name="charge", on_crash="reconcile", reconcile=lambda cents: Done("found"))(fails)
+    assert error(await app.handle(charge()))["data"]["ran"] == "unknown"
+    assert result(await app.handle(charge())) == "found"
+    assert world.effects == [5]
+
+
+async def test_run_that_failed_while_the_ledger_was_away_is_unknown_although_its_record_is_lost(
+    new_app: NewApp, ledger: Ledger, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = new_app()
+    there = new_app()
+
+    @here.command(name="charge")
+    async def fails(cents: int, ctx: Context) -> None:
+        world.act(cents)
+        await forget(ledger)
+        raise ConnectionError("it may have been charged")
+
+    there.command(name="charge")(world.charge)
+    opened = await here.ledger()
+    abandon = opened.abandon
+    failures = [LedgerDown("away")]
+
+    async def flaky(token: Token) -> bool:
+        if failures:
+            raise failures.pop()
+        return await abandon(token)
+
+    monkeypatch.setattr(opened, "abandon", flaky)
+    assert error(await here.handle(charge()))["data"]["ran"] == "unknown"
+    await here.aclose()
+    assert failures == []
+    assert error(await there.handle(charge()))["code"] == 50910
+    assert world.effects == [5]
