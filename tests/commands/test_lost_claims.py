@@ -1,17 +1,20 @@
 """Runs whose claims the store has lost, as a failover does that lacks the last writes."""
 
 import asyncio
+from copy import copy
+from typing import Any
 
 import pytest
 
-from tests.calls import call, error, read, result
+from tests.calls import call, error, make_app, read, result
 from tests.clock import LoopClock
-from tests.commands.charges import ID, NewApp, World, charge, stands, vanish
-from tests.ledger import LEASE
+from tests.commands.charges import ID, PRINT, NewApp, World, charge, stands, vanish
+from tests.ledger import LEASE, claim_of
 from tests.servers import Store
 from wirecall import App, Context, Done, NotDone
 from wirecall.errors import Busy
-from wirecall.ledger.base import Ledger, LedgerDown, Token
+from wirecall.ledger.base import Ledger, LedgerDown, RecordId, Token
+from wirecall.ledger.memory import MemoryLedger
 
 RETENTION = 86_400
 
@@ -108,3 +111,42 @@ async def test_run_that_failed_while_the_ledger_was_away_is_unknown_although_its
     assert failures == []
     assert error(await there.handle(charge()))["code"] == 50910
     assert world.effects == [5]
+
+
+# --- records from before the claim ----------------------------------------------------------------
+
+
+class Past:
+    """A store that can lose what happened to a record since a moment."""
+
+    def __init__(self, ledger: MemoryLedger, id: RecordId) -> None:
+        self._rows = ledger._rows
+        self._id = id
+        self._row = copy(self._rows[id])
+
+    def restore(self) -> None:
+        self._rows[self._id] = self._row
+
+
+async def test_run_whose_record_is_the_one_of_its_predecessor_is_recorded(
+    world: World,
+) -> None:
+    """The store has lost that a run took over from one that had done nothing."""
+    app = make_app()
+    ledger = await app.ledger()
+    assert isinstance(ledger, MemoryLedger)
+    claim = claim_of(ID, fingerprint=PRINT, committed=False, lease=0.0)
+    await ledger.claim(claim)
+    past = Past(ledger, ID)
+
+    @app.command(name="charge")
+    async def handler(cents: int, ctx: Context) -> Any:
+        await ctx.commit_point()
+        answer = world.act(cents)
+        past.restore()
+        return answer
+
+    for _ in range(2):
+        assert result(await app.handle(charge()))["number"] == 1
+    assert world.effects == [5]
+    await app.aclose()

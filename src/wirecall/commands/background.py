@@ -305,7 +305,7 @@ class Background:
 
 
 async def regain(run: Run) -> bool:
-    """Claim the record of a run again if the store does not have it.
+    """Claim the record of a run again if the store has lost the claim.
 
     A failover may lose the last writes. Return whether this run holds the record. A run that is not
     committed does not claim again: nothing is done, and the ledger stops it at its commit point. If
@@ -316,14 +316,30 @@ async def regain(run: Run) -> bool:
     if run.task is not None:  # a task has a second record, which is lost as well
         return False
     record = await ledger.get(run.claim.id)
-    if record is None and run.is_committed:
-        claim = replace(run.claim, committed=True, continues=False, keyless=None)
+    if run.is_committed and _is_lost(run, record):
+        # Only a record that was looked at may continue: it waits for this leg.
+        continues = record is not None
+        claim = replace(run.claim, committed=True, continues=continues, keyless=None)
         record = await ledger.claim(claim)
         logger.error("the ledger lost the record of %s while it ran", run.claim.id)
     if record is None or not run.holds(record):
         return False
     run.regain(record)
     return True
+
+
+def _is_lost(run: Run, record: Record | None) -> bool:
+    """Return whether the store has lost the claim of a run: its record is absent, or older."""
+    if record is None:
+        return True
+    if record.fence >= run.fence:
+        return False
+    if record.state is not State.WAITING:
+        return record.state is State.RUNNING
+    # It waits for this leg of a call of several rounds, and not for a later one.
+    if run.follows is None or record.outcome is None or record.outcome.payload is None:
+        return False
+    return run.follows.encode() in record.outcome.payload
 
 
 async def _regain_alive(run: Run) -> bool:
