@@ -8,10 +8,11 @@ import pytest
 
 from tests.calls import call, error, make_app, read, result
 from tests.clock import LoopClock
-from tests.commands.charges import ID, PRINT, NewApp, World, charge, stands, vanish
+from tests.commands.charges import ID, PATIENCE, PRINT, NewApp, World, charge, stands, vanish
 from tests.ledger import LEASE, claim_of
 from tests.servers import Store
 from wirecall import App, Context, Done, NotDone
+from wirecall.commands import background
 from wirecall.errors import Busy
 from wirecall.ledger.base import Ledger, LedgerDown, RecordId, Token
 from wirecall.ledger.memory import MemoryLedger
@@ -111,6 +112,67 @@ async def test_run_that_failed_while_the_ledger_was_away_is_unknown_although_its
     assert failures == []
     assert error(await there.handle(charge()))["code"] == 50910
     assert world.effects == [5]
+
+
+# --- renewals -------------------------------------------------------------------------------------
+
+
+async def test_renewal_that_had_begun_when_another_server_answered_is_made_again(
+    clock: LoopClock, world: World
+) -> None:
+    """The old server may have got it. The next one would be due after a third of the lease."""
+    app = make_app()
+    ledger = await app.ledger()
+    renew = ledger.heartbeat
+    asked = asyncio.Semaphore(0)
+    answers = asyncio.Event()
+
+    async def late(*terms: Any) -> bool:
+        asked.release()
+        await answers.wait()
+        return await renew(*terms)
+
+    vars(ledger)["heartbeat"] = late
+    app.command(name="charge")(world.held_after)
+    first = asyncio.create_task(app.handle(charge()))
+    await world.begun.wait()
+    async with asyncio.timeout(PATIENCE):
+        clock.advance(LEASE / 3 + 1)
+        await asked.acquire()
+        assert app._commands is not None
+        app._commands.witness.moved()
+        await asked.acquire()
+    answers.set()
+    world.gate.set()
+    assert result(await first)["number"] == 1
+    await app.aclose()
+
+
+@pytest.mark.parametrize("store", ["sqlite"], indirect=True)
+async def test_renewal_that_has_failed_is_made_again_as_soon_as_the_store_answers(
+    app: App, clock: LoopClock, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "LOOK_EVERY", 0.001)
+    ledger = await app.ledger()
+    renew = ledger.heartbeat
+    failures = [LedgerDown("it is still a replica")]
+    renewed = asyncio.Event()
+
+    async def flaky(*terms: Any) -> bool:
+        if failures:
+            raise failures.pop()
+        renewed.set()
+        return await renew(*terms)
+
+    monkeypatch.setattr(ledger, "heartbeat", flaky)
+    app.command(name="charge", lease=30_000)(world.held_after)
+    first = asyncio.create_task(app.handle(charge()))
+    await world.begun.wait()
+    clock.advance(10_001)
+    async with asyncio.timeout(PATIENCE):
+        await renewed.wait()
+    world.gate.set()
+    assert result(await first)["number"] == 1
 
 
 # --- records from before the claim ----------------------------------------------------------------

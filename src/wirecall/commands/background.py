@@ -192,9 +192,8 @@ class Background:
         if not has_loop():
             return
         loop = asyncio.get_running_loop()
-        for run, due in self._renewals.items():
-            if due is not None:
-                self._renewals[run] = loop.time()
+        for run in self._renewals:  # also those in flight: another server may have got them
+            self._renewals[run] = loop.time()
         if self._beat is not None:
             self._beat.cancel()
         self._renew_due(loop)
@@ -212,14 +211,18 @@ class Background:
 
     async def catch_up(self, loop: asyncio.AbstractEventLoop) -> None:
         """Renew the leases that are due, and wait until they are renewed."""
+        self._renew_missed(loop)
+        if self._renewing:
+            await asyncio.wait(self._renewing)
+
+    def _renew_missed(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Renew the leases whose last renewal has failed, and those that are due."""
         if self._beat is not None:
             self._beat.cancel()
         for run in self._missed:
             if self._renewals.get(run) is not None:
                 self._renewals[run] = loop.time()
         self._renew_due(loop)
-        if self._renewing:
-            await asyncio.wait(self._renewing)
 
     def _renew_due(self, loop: asyncio.AbstractEventLoop) -> None:
         self._beat = None
@@ -292,6 +295,8 @@ class Background:
             try:
                 with suppress(LedgerDown, UsageError):  # commands find out
                     await witness.look(ledger)
+                    if self._missed:  # the store answers again
+                        self._renew_missed(asyncio.get_running_loop())
             except Exception:
                 logger.exception("the ledger could not be compared with what was known of it")
             # In any case: only this ends a doubt.
