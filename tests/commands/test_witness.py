@@ -13,7 +13,15 @@ from wirecall.commands import background
 from wirecall.commands import witness as module
 from wirecall.commands.witness import TABLE, LedgerEvent, LedgerState, Witness
 from wirecall.errors import LedgerUnavailable, OutcomeUnknown
-from wirecall.ledger.base import IDENTITY, IDENTITY_CHANNEL, Ledger, Mark, RecordId, open_ledger
+from wirecall.ledger.base import (
+    IDENTITY,
+    IDENTITY_CHANNEL,
+    Ledger,
+    Mark,
+    RecordId,
+    Seen,
+    open_ledger,
+)
 from wirecall.ledger.identity import (
     Doubt,
     accept,
@@ -303,3 +311,42 @@ async def test_ledger_is_looked_at_again_after_a_look_that_failed(
     async with asyncio.timeout(60.0):
         await again.wait()
     work.stop()
+
+
+async def test_moved_is_called_whenever_another_server_answers_and_after_the_acceptance(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    witness = Witness()
+    await done(ledger, witness, "a")
+    moves: list[str] = []
+    see = ledger.see
+    history = "b"
+
+    async def elsewhere(identity: bytes | None = None) -> Seen:
+        return Seen(None, 0, history)
+
+    witness.moved = lambda: moves.append(history)
+    monkeypatch.setattr(ledger, "see", elsewhere)
+    await witness.look(ledger)
+    await witness.look(ledger)
+    assert (state_of(witness), moves) == (LedgerState.SUSPECT, ["b"])
+    history = "c"
+    await witness.look(ledger)
+    await witness.look(ledger)
+    assert (state_of(witness), moves) == (LedgerState.SUSPECT, ["b", "c"])
+    monkeypatch.setattr(ledger, "see", see)
+    await accept(ledger, [], "ann", "restored")
+    await witness.look(ledger)
+    assert (state_of(witness), moves) == (LedgerState.STEADY, ["b", "c", "c"])
+
+
+async def test_moved_is_called_after_a_command_has_shown_a_loss(ledger: Ledger) -> None:
+    witness = Witness()
+    moves: list[int] = []
+    id = await done(ledger, witness, "a")
+    await remove(ledger, id)
+    witness.moved = lambda: moves.append(1)
+    with pytest.raises(OutcomeUnknown):
+        await witness.confirm(ledger, await granted(ledger, id))
+    await witness.look(ledger)
+    assert moves == [1]
