@@ -350,3 +350,27 @@ async def test_moved_is_called_after_a_command_has_shown_a_loss(ledger: Ledger) 
         await witness.confirm(ledger, await granted(ledger, id))
     await witness.look(ledger)
     assert moves == [1]
+
+
+async def test_look_at_a_silent_store_ends_with_the_app(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command that waits for it is refused, and no task remains."""
+    app = make_app(ledger=f"sqlite:{tmp_path}/ledger.db")
+    app.command(name="pay")(lambda: None)
+    asked = asyncio.Event()
+
+    async def silent(identity: bytes | None = None) -> Seen:
+        asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    monkeypatch.setattr(await app.ledger(), "see", silent)
+    before = asyncio.all_tasks()
+    waiting = asyncio.create_task(app.handle(call("pay", key="a")))
+    async with asyncio.timeout(60.0):
+        await asked.wait()
+        await app.aclose(grace=0.0)
+        refused = error(await waiting)
+    assert (refused["code"], refused["data"]["ran"]) == (50310, "no")
+    assert asyncio.all_tasks() <= before

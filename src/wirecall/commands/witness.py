@@ -230,7 +230,15 @@ class Witness:
         if looking is None or looking.done() or looking.get_loop() is not loop:
             looking = self._looking = start(loop, self._look(ledger))
         await asyncio.wait({looking})
+        if looking.cancelled():
+            raise LedgerDown("the server stopped before the ledger answered")
         looking.result()
+
+    def stop(self) -> None:
+        """End a look that waits for the store, because the app stops."""
+        looking = self._looking
+        if looking is not None and not looking.get_loop().is_closed():
+            looking.cancel()
 
     async def _look(self, ledger: Ledger) -> None:
         reached = ledger.reached
