@@ -23,6 +23,7 @@ from wirecall.ledger.base import (
     open_ledger,
 )
 from wirecall.ledger.identity import (
+    DOUBTS_CHANNEL,
     Doubt,
     accept,
     doubts,
@@ -374,3 +375,16 @@ async def test_look_at_a_silent_store_ends_with_the_app(
         refused = error(await waiting)
     assert (refused["code"], refused["data"]["ran"]) == (50310, "no")
     assert asyncio.all_tasks() <= before
+
+
+@pytest.mark.parametrize("channel", [IDENTITY_CHANNEL, DOUBTS_CHANNEL])
+async def test_commands_are_refused_while_a_mark_about_the_ledger_cannot_be_read(
+    channel: str, ledger: Ledger, tmp_path: Path
+) -> None:
+    """Perhaps a newer version has made it. Nothing runs until it can be read."""
+    app = make_app(ledger=f"sqlite:{tmp_path}/ledger.db")
+    app.command(name="pay")(lambda: "paid")
+    await ledger.mark(channel, Mark(IDENTITY, b'{"kind":"new"}'), 1000)
+    refused = error(await app.handle(call("pay", key="a")))
+    assert (refused["code"], refused["data"]["ran"]) == (50310, "no")
+    await app.aclose()
