@@ -27,6 +27,12 @@ async def forget(ledger: Ledger) -> None:
     assert await ledger.release(record.token)
 
 
+async def renewed(app: App) -> None:
+    """Wait until the leases that are due are renewed."""
+    assert app._commands is not None
+    await app._commands._background.catch_up(asyncio.get_running_loop())
+
+
 async def test_holder_that_stood_still_until_its_command_was_forgotten_stops_at_its_commit_point(
     new_app: NewApp, ledger: Ledger, store: Store, world: World, clock: LoopClock
 ) -> None:
@@ -35,7 +41,6 @@ async def test_holder_that_stood_still_until_its_command_was_forgotten_stops_at_
     there = new_app()
     here.command(name="charge")(world.held_before)
     there.command(name="charge")(world.charge)
-    here.command(name="note")(lambda: None)
     first = asyncio.create_task(here.handle(charge()))
     await world.begun.wait()
     store.age(ID, LEASE + 1)
@@ -45,7 +50,7 @@ async def test_holder_that_stood_still_until_its_command_was_forgotten_stops_at_
         await ledger.sweep()
     assert await stands(ledger) is None
     clock.advance(LEASE)
-    await here.handle(call("note", key="other"))  # waits for the renewal
+    await renewed(here)
     world.gate.set()
     assert "error" in read(await first)
     assert world.effects == [5]
@@ -59,11 +64,10 @@ async def test_evidence_of_an_earlier_run_outlives_the_loss_of_its_record(
     async def refuses(cents: int) -> None:
         await forget(ledger)
         clock.advance(LEASE)
-        await app.handle(call("note", key="other"))  # waits for the renewal
+        await renewed(app)
         raise Busy("not now")
 
     app.command(name="charge", on_crash="reconcile", reconcile=lambda cents: NotDone())(refuses)
-    app.command(name="note")(lambda: None)
     await vanish(ledger, store)
     assert "error" in read(await app.handle(charge()))
     record = await ledger.get(ID)
@@ -173,6 +177,36 @@ async def test_renewal_that_has_failed_is_made_again_as_soon_as_the_store_answer
         await renewed.wait()
     world.gate.set()
     assert result(await first)["number"] == 1
+
+
+async def test_renewal_that_takes_long_delays_no_command_of_another_method(
+    clock: LoopClock, world: World
+) -> None:
+    """In a cluster, the server of one record may be silent while the others answer."""
+    app = make_app()
+    ledger = await app.ledger()
+    asked = asyncio.Event()
+    answers = asyncio.Event()
+
+    async def silent(*_: Any) -> bool:
+        asked.set()
+        await answers.wait()
+        raise LedgerDown("silent")
+
+    vars(ledger)["heartbeat"] = silent
+    app.command(name="charge")(world.held_after)
+    app.command(name="note")(lambda: "noted")
+    first = asyncio.create_task(app.handle(charge()))
+    await world.begun.wait()
+    async with asyncio.timeout(PATIENCE):
+        clock.advance(LEASE / 3 + 1)
+        await asked.wait()
+        clock.advance(LEASE)
+        assert result(await app.handle(call("note", key="other"))) == "noted"
+    answers.set()
+    world.gate.set()
+    assert result(await first)["number"] == 1
+    await app.aclose()
 
 
 # --- records from before the claim ----------------------------------------------------------------

@@ -26,7 +26,7 @@ from wirecall.aio import has_loop, wake
 from wirecall.commands.run import Run, RunState
 from wirecall.commands.witness import LOOK_EVERY, Witness
 from wirecall.errors import UsageError
-from wirecall.ledger.base import Claim, Ledger, LedgerDown, Record, State
+from wirecall.ledger.base import Claim, Ledger, LedgerDown, Record, RecordId, State
 from wirecall.logs import logger, outside
 
 # Seconds until a failed write is tried again: soon at first, then less often.
@@ -61,8 +61,8 @@ class Background:
         self._pauses: set[asyncio.Future[None]] = set()
         # When the lease of a run is due, by the loop's clock. None: it is being renewed.
         self._renewals: dict[Run, float | None] = {}
-        # Until when each renewal in flight is in time, by the loop's clock.
-        self._renewing: dict[asyncio.Task[None], float] = {}
+        # The run of each renewal in flight, and until when it is in time, by the loop's clock.
+        self._renewing: dict[asyncio.Task[None], tuple[Run, float]] = {}
         # Runs whose last renewal has failed.
         self._missed: set[Run] = set()
         self._beat: asyncio.TimerHandle | None = None
@@ -207,13 +207,21 @@ class Background:
         now = loop.time()
         if self._beat_at < now or self._missed:
             return True
-        return min(self._renewing.values(), default=math.inf) < now
+        return any(due < now for _, due in self._renewing.values())
 
-    async def catch_up(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Renew the leases that are due, and wait until they are renewed."""
+    async def catch_up(self, loop: asyncio.AbstractEventLoop, judge: Run | None = None) -> None:
+        """Renew the leases that are due, and wait until those are renewed that a run may judge.
+
+        Its claim judges records of the same caller and method. None: all leases are judged.
+        """
         self._renew_missed(loop)
-        if self._renewing:
-            await asyncio.wait(self._renewing)
+        judged = [
+            task
+            for task, (run, _) in self._renewing.items()
+            if judge is None or _is_judged(run.claim.id, judge.claim.id)
+        ]
+        if judged:
+            await asyncio.wait(judged)
 
     def _renew_missed(self, loop: asyncio.AbstractEventLoop) -> None:
         """Renew the leases whose last renewal has failed, and those that are due."""
@@ -233,7 +241,7 @@ class Background:
                 self._renewals[run] = None
                 renewing = loop.create_task(self._renew(run, now))
                 self._keep(renewing)
-                self._renewing[renewing] = due + run.method.terms.lease / 3
+                self._renewing[renewing] = (run, due + run.method.terms.lease / 3)
                 renewing.add_done_callback(self._renewing.pop)
         later = [due for due in self._renewals.values() if due is not None]
         if later:
@@ -307,6 +315,11 @@ class Background:
         self._look = asyncio.get_running_loop().call_later(
             delay, lambda: self.start(look()), context=outside()
         )
+
+
+def _is_judged(id: RecordId, by: RecordId) -> bool:
+    """Return whether a claim of one record, with or without a key, may judge the lease of another."""
+    return id.method == by.method and id.caller == by.caller
 
 
 async def regain(run: Run) -> bool:
