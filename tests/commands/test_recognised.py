@@ -604,9 +604,9 @@ async def test_run_whose_renewal_takes_long_is_not_given_up(
     waits = asyncio.Event()
     catch_up = background.catch_up
 
-    async def catches_up(loop: asyncio.AbstractEventLoop) -> None:
+    async def catches_up(*terms: Any) -> None:
         waits.set()
-        await catch_up(loop)
+        await catch_up(*terms)
 
     vars(background)["catch_up"] = catches_up
     claims = await watch(app, "claim")

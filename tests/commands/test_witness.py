@@ -13,8 +13,17 @@ from wirecall.commands import background
 from wirecall.commands import witness as module
 from wirecall.commands.witness import TABLE, LedgerEvent, LedgerState, Witness
 from wirecall.errors import LedgerUnavailable, OutcomeUnknown
-from wirecall.ledger.base import IDENTITY, IDENTITY_CHANNEL, Ledger, Mark, RecordId, open_ledger
+from wirecall.ledger.base import (
+    IDENTITY,
+    IDENTITY_CHANNEL,
+    Ledger,
+    Mark,
+    RecordId,
+    Seen,
+    open_ledger,
+)
 from wirecall.ledger.identity import (
+    DOUBTS_CHANNEL,
     Doubt,
     accept,
     doubts,
@@ -303,3 +312,79 @@ async def test_ledger_is_looked_at_again_after_a_look_that_failed(
     async with asyncio.timeout(60.0):
         await again.wait()
     work.stop()
+
+
+async def test_moved_is_called_whenever_another_server_answers_and_after_the_acceptance(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    witness = Witness()
+    await done(ledger, witness, "a")
+    moves: list[str] = []
+    see = ledger.see
+    history = "b"
+
+    async def elsewhere(identity: bytes | None = None) -> Seen:
+        return Seen(None, 0, history)
+
+    witness.moved = lambda: moves.append(history)
+    monkeypatch.setattr(ledger, "see", elsewhere)
+    await witness.look(ledger)
+    await witness.look(ledger)
+    assert (state_of(witness), moves) == (LedgerState.SUSPECT, ["b"])
+    history = "c"
+    await witness.look(ledger)
+    await witness.look(ledger)
+    assert (state_of(witness), moves) == (LedgerState.SUSPECT, ["b", "c"])
+    monkeypatch.setattr(ledger, "see", see)
+    await accept(ledger, [], "ann", "restored")
+    await witness.look(ledger)
+    assert (state_of(witness), moves) == (LedgerState.STEADY, ["b", "c", "c"])
+
+
+async def test_moved_is_called_after_a_command_has_shown_a_loss(ledger: Ledger) -> None:
+    witness = Witness()
+    moves: list[int] = []
+    id = await done(ledger, witness, "a")
+    await remove(ledger, id)
+    witness.moved = lambda: moves.append(1)
+    with pytest.raises(OutcomeUnknown):
+        await witness.confirm(ledger, await granted(ledger, id))
+    await witness.look(ledger)
+    assert moves == [1]
+
+
+async def test_look_at_a_silent_store_ends_with_the_app(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command that waits for it is refused, and no task remains."""
+    app = make_app(ledger=f"sqlite:{tmp_path}/ledger.db")
+    app.command(name="pay")(lambda: None)
+    asked = asyncio.Event()
+
+    async def silent(identity: bytes | None = None) -> Seen:
+        asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    monkeypatch.setattr(await app.ledger(), "see", silent)
+    before = asyncio.all_tasks()
+    waiting = asyncio.create_task(app.handle(call("pay", key="a")))
+    async with asyncio.timeout(60.0):
+        await asked.wait()
+        await app.aclose(grace=0.0)
+        refused = error(await waiting)
+    assert (refused["code"], refused["data"]["ran"]) == (50310, "no")
+    assert asyncio.all_tasks() <= before
+
+
+@pytest.mark.parametrize("channel", [IDENTITY_CHANNEL, DOUBTS_CHANNEL])
+async def test_commands_are_refused_while_a_mark_about_the_ledger_cannot_be_read(
+    channel: str, ledger: Ledger, tmp_path: Path
+) -> None:
+    """Perhaps a newer version has made it. Nothing runs until it can be read."""
+    app = make_app(ledger=f"sqlite:{tmp_path}/ledger.db")
+    app.command(name="pay")(lambda: "paid")
+    await ledger.mark(channel, Mark(IDENTITY, b'{"kind":"new"}'), 1000)
+    refused = error(await app.handle(call("pay", key="a")))
+    assert (refused["code"], refused["data"]["ran"]) == (50310, "no")
+    await app.aclose()

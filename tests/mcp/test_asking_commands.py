@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import time
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from tests.mcp.asgi import (
 from tests.mcp.desk import ALL, ANN, FORM, READS, REPLIES, every_transport, text
 from wirecall import Context
 from wirecall.ledger.base import RecordId, State
+from wirecall.ledger.memory import MemoryLedger
 
 
 class Till:
@@ -481,3 +483,26 @@ async def test_question_ends_with_the_time_limit_of_its_tool(revision: str) -> N
                 "tools/call", {"name": "ask"}, meta={f"{PREFIX}logLevel": "error"}
             )
         assert ("error" in answer) == (revision != R5)
+
+
+async def test_command_whose_second_leg_was_lost_by_a_failover_takes_effect_once() -> None:
+    """The store has the record of the first leg again, which waits for the second one."""
+    till = Till()
+    ledger = await till.app.ledger()
+    assert isinstance(ledger, MemoryLedger)
+
+    @till.app.command
+    async def pay_slowly(cents: int, ctx: Context) -> str:
+        name = (await ctx.elicit(f"Pay {cents}?", FORM, key="who")).content["name"]
+        till.paid.append(name)
+        ledger._rows[id] = first_leg
+        return f"paid by {name}"
+
+    async with over_http(till.app, R5, capabilities=ALL) as client:
+        asked = await client.tool("pay_slowly", {"cents": 5}, meta=KEYED)
+        id = RecordId("", "tools/call:pay_slowly", "k")
+        first_leg = copy(ledger._rows[id])
+        for _ in range(2):
+            done = await client.tool("pay_slowly", {"cents": 5}, members=again(asked), meta=KEYED)
+            assert text(done) == "paid by Ann"
+    assert till.paid == ["Ann"]

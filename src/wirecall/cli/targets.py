@@ -521,9 +521,16 @@ def duration(text: str | float) -> float:
 
 def pause(text: str | float) -> float:
     """Convert a time to seconds, which may be 0: the `type=` of an option."""
-    if str(text).strip() == "0":
+    if re.fullmatch(r"0+(\.0+)?(ms|s|m|h|d|)", str(text).strip()):
         return 0.0
-    return duration(text)
+    try:
+        return seconds_of(text)
+    except ValueError:
+        raise CliError(
+            f"{text!r} is not a time.",
+            "it must be 0 or more, with or without a unit",
+            "5s, 500ms, 2m, 0",
+        ) from None
 
 
 def moment(text: str | float) -> float:

@@ -26,7 +26,7 @@ from wirecall.aio import has_loop, wake
 from wirecall.commands.run import Run, RunState
 from wirecall.commands.witness import LOOK_EVERY, Witness
 from wirecall.errors import UsageError
-from wirecall.ledger.base import Claim, Ledger, LedgerDown, Record, State
+from wirecall.ledger.base import Claim, Ledger, LedgerDown, Record, RecordId, State
 from wirecall.logs import logger, outside
 
 # Seconds until a failed write is tried again: soon at first, then less often.
@@ -61,8 +61,8 @@ class Background:
         self._pauses: set[asyncio.Future[None]] = set()
         # When the lease of a run is due, by the loop's clock. None: it is being renewed.
         self._renewals: dict[Run, float | None] = {}
-        # Until when each renewal in flight is in time, by the loop's clock.
-        self._renewing: dict[asyncio.Task[None], float] = {}
+        # The run of each renewal in flight, and until when it is in time, by the loop's clock.
+        self._renewing: dict[asyncio.Task[None], tuple[Run, float]] = {}
         # Runs whose last renewal has failed.
         self._missed: set[Run] = set()
         self._beat: asyncio.TimerHandle | None = None
@@ -192,9 +192,8 @@ class Background:
         if not has_loop():
             return
         loop = asyncio.get_running_loop()
-        for run, due in self._renewals.items():
-            if due is not None:
-                self._renewals[run] = loop.time()
+        for run in self._renewals:  # also those in flight: another server may have got them
+            self._renewals[run] = loop.time()
         if self._beat is not None:
             self._beat.cancel()
         self._renew_due(loop)
@@ -208,18 +207,30 @@ class Background:
         now = loop.time()
         if self._beat_at < now or self._missed:
             return True
-        return min(self._renewing.values(), default=math.inf) < now
+        return any(due < now for _, due in self._renewing.values())
 
-    async def catch_up(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Renew the leases that are due, and wait until they are renewed."""
+    async def catch_up(self, loop: asyncio.AbstractEventLoop, judge: Run | None = None) -> None:
+        """Renew the leases that are due, and wait until those are renewed that a run may judge.
+
+        Its claim judges records of the same caller and method. None: all leases are judged.
+        """
+        self._renew_missed(loop)
+        judged = [
+            task
+            for task, (run, _) in self._renewing.items()
+            if judge is None or _is_judged(run.claim.id, judge.claim.id)
+        ]
+        if judged:
+            await asyncio.wait(judged)
+
+    def _renew_missed(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Renew the leases whose last renewal has failed, and those that are due."""
         if self._beat is not None:
             self._beat.cancel()
         for run in self._missed:
             if self._renewals.get(run) is not None:
                 self._renewals[run] = loop.time()
         self._renew_due(loop)
-        if self._renewing:
-            await asyncio.wait(self._renewing)
 
     def _renew_due(self, loop: asyncio.AbstractEventLoop) -> None:
         self._beat = None
@@ -230,7 +241,7 @@ class Background:
                 self._renewals[run] = None
                 renewing = loop.create_task(self._renew(run, now))
                 self._keep(renewing)
-                self._renewing[renewing] = due + run.method.terms.lease / 3
+                self._renewing[renewing] = (run, due + run.method.terms.lease / 3)
                 renewing.add_done_callback(self._renewing.pop)
         later = [due for due in self._renewals.values() if due is not None]
         if later:
@@ -292,6 +303,8 @@ class Background:
             try:
                 with suppress(LedgerDown, UsageError):  # commands find out
                     await witness.look(ledger)
+                    if self._missed:  # the store answers again
+                        self._renew_missed(asyncio.get_running_loop())
             except Exception:
                 logger.exception("the ledger could not be compared with what was known of it")
             # In any case: only this ends a doubt.
@@ -304,25 +317,47 @@ class Background:
         )
 
 
-async def regain(run: Run) -> bool:
-    """Claim the record of a run again if the store does not have it.
+def _is_judged(id: RecordId, by: RecordId) -> bool:
+    """Return whether a claim of one record, with or without a key, may judge the lease of another."""
+    return id.method == by.method and id.caller == by.caller
 
-    A failover may lose the last writes. Return whether this run holds the record.
+
+async def regain(run: Run) -> bool:
+    """Claim the record of a run again if the store has lost the claim.
+
+    A failover may lose the last writes. Return whether this run holds the record. A run that is not
+    committed does not claim again: nothing is done, and the ledger stops it at its commit point. If
+    it has stood still for long, the record of its successor may be gone, too.
     """
     ledger = run.ledger
     assert ledger is not None
     if run.task is not None:  # a task has a second record, which is lost as well
         return False
     record = await ledger.get(run.claim.id)
-    if record is None:
-        committed = run.claim.committed or run.state not in (RunState.FREE, RunState.STOPPING)
-        claim = replace(run.claim, committed=committed, continues=False, keyless=None)
+    if run.is_committed and _is_lost(run, record):
+        # Only a record that was looked at may continue: it waits for this leg.
+        continues = record is not None
+        claim = replace(run.claim, committed=True, continues=continues, keyless=None)
         record = await ledger.claim(claim)
         logger.error("the ledger lost the record of %s while it ran", run.claim.id)
-    if not run.holds(record):
+    if record is None or not run.holds(record):
         return False
     run.regain(record)
     return True
+
+
+def _is_lost(run: Run, record: Record | None) -> bool:
+    """Return whether the store has lost the claim of a run: its record is absent, or older."""
+    if record is None:
+        return True
+    if record.fence >= run.fence:
+        return False
+    if record.state is not State.WAITING:
+        return record.state is State.RUNNING
+    # It waits for this leg of a call of several rounds, and not for a later one.
+    if run.follows is None or record.outcome is None or record.outcome.payload is None:
+        return False
+    return run.follows.encode() in record.outcome.payload
 
 
 async def _regain_alive(run: Run) -> bool:

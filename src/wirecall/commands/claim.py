@@ -199,7 +199,7 @@ class Claims:
         delay = FIRST_POLL
         while True:
             if run.loop is not None and self._background.is_behind(run.loop):
-                await self._background.catch_up(run.loop)
+                await self._background.catch_up(run.loop, run)
             try:
                 if receipt is not None and self._receipts.must_look(run.claim):
                     run.claim = await self._receipts.look(ledger, run)

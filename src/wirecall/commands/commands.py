@@ -351,6 +351,7 @@ class Commands:
         in_flight = [*self._background.tasks, *self._claims.flights()]
         if in_flight:
             await asyncio.wait(in_flight, timeout=grace)
+        self.witness.stop()
         runs = dict(self._tasks)
         left = [*runs.values(), *self._background.tasks]
         for task in left:

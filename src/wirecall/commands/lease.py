@@ -208,6 +208,9 @@ class Leases:
             )
             if run.state is RunState.UNDONE and not run.is_handed_over:
                 self._background.unclaim(run.ledger, run.claim)
+            elif run.state is not RunState.UNDONE and run.task is None:
+                leave = partial(_leave_in_doubt, run, is_undecided=failure is None)
+                self._background.start(self._background.persist(leave))
         if failure is None:
             return unknown(run.claim.id, record)
         return failure
@@ -230,11 +233,11 @@ class Leases:
 async def _leave_in_doubt(run: Run, *, is_undecided: bool) -> None:
     """Give up a record whose run may have acted: its outcome is unknown, or a successor may run."""
     assert run.ledger is not None and run.token is not None
+    give_up = run.ledger.lapse
     if run.claim.on_crash == "unknown" or is_undecided:
-        if not await run.ledger.abandon(run.token) and await regain(run):
-            await run.ledger.abandon(run.token)
-    else:
-        await run.ledger.lapse(run.token)
+        give_up = run.ledger.abandon
+    if not await give_up(run.token) and await regain(run):
+        await give_up(run.token)
 
 
 async def _commit_task(run: Run, task: Detachable) -> None:

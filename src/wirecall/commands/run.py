@@ -21,6 +21,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from msgspec import Raw, Struct
+from msgspec.structs import replace
 
 from wirecall.aio import run_now
 from wirecall.ledger.base import Claim, Ledger, LedgerDown, Record, RecordId, State, Token
@@ -201,6 +202,9 @@ NOTHING_DONE = frozenset(
     {_S.CLAIMING, _S.GRANTED, _S.CANCELLED, _S.FREE, _S.STOPPING, _S.OPEN, _S.UNDONE}
 )
 
+# In these states the handler may have done something.
+MAY_HAVE_ACTED = frozenset({_S.COMMITTED, _S.ENTERED, _S.RECORDING, _S.DOUBTFUL})
+
 
 # --- the run --------------------------------------------------------------------------------------
 
@@ -263,6 +267,11 @@ class Run(Struct, eq=False):
         return self.state in (RunState.RECORDING, RunState.UNDONE, RunState.DOUBTFUL)
 
     @property
+    def is_committed(self) -> bool:
+        """Return whether the run counts as past its commit point."""
+        return self.claim.committed or self.state in MAY_HAVE_ACTED
+
+    @property
     def stays_unknown(self) -> bool:
         """Return whether the run has failed, and a retry gets the answer "unknown"."""
         return self.state is RunState.DOUBTFUL and self.claim.on_crash == "unknown"
@@ -321,7 +330,8 @@ class Run(Struct, eq=False):
 
     def regain(self, record: Record) -> None:
         """Take the record that the ledger gave to this run after it had lost the first one."""
-        self.record = record
+        # The store may count from one again; an earlier run may have acted nevertheless.
+        self.record = replace(record, attempts=max(record.attempts, self.attempt))
         self.fence = record.fence
         self.token = Token(record.id, record.fence, record.nonce)
 

@@ -148,7 +148,8 @@ class Witness:
         # The history of the store that is in doubt.
         self._doubted = ""
         self._reports_at = 0.0
-        # Called when the store may lack the records of runs: another server answers, or a doubt begins.
+        # Called when the store may lack the records of runs: another server answers, or a doubt
+        # begins, or ends by an acceptance.
         self.moved: Callable[[], None] = lambda: None
         self._looking: asyncio.Task[None] | None = None
         self._name = os.urandom(8).hex()
@@ -229,7 +230,15 @@ class Witness:
         if looking is None or looking.done() or looking.get_loop() is not loop:
             looking = self._looking = start(loop, self._look(ledger))
         await asyncio.wait({looking})
+        if looking.cancelled():
+            raise LedgerDown("the server stopped before the ledger answered")
         looking.result()
+
+    def stop(self) -> None:
+        """End a look that waits for the store, because the app stops."""
+        looking = self._looking
+        if looking is not None and not looking.get_loop().is_closed():
+            looking.cancel()
 
     async def _look(self, ledger: Ledger) -> None:
         reached = ledger.reached
@@ -278,6 +287,7 @@ class Witness:
         if known is None:  # another process has removed the identity a moment ago
             return LedgerEvent.MOVE
         if found is not None and found.follows(known.identity):
+            self.moved()
             return LedgerEvent.ACCEPT
         kind = self._contradiction(seen, found, known)
         has_moved = seen.history != known.history
@@ -291,10 +301,7 @@ class Witness:
             kind = "reported"
             lost = all_lost(others)
         if kind is not None:
-            if self.doubt is None:
-                self.moved()
-            self._suspect(self._doubt_of(kind, found, lost, seen, others))
-            self._doubted = seen.history
+            self._suspect_at(seen.history, self._doubt_of(kind, found, lost, seen, others))
             return LedgerEvent.DOUBT
         # What this process knows, grows.
         self._known = _Known(known.identity, max(known.fence, seen.fence), seen.history)
@@ -378,11 +385,20 @@ class Witness:
         process = f"{host()} process {os.getpid()}"
         return Doubt(kind, expected, met, known.identity.name, name, epoch, tuple(lost), process)
 
+    def _suspect_at(self, history: str, doubt: Doubt) -> None:
+        """Refuse commands because of what this server says. It may lack the records of runs."""
+        if self.doubt is None or history != self._doubted:
+            self.moved()
+        self._suspect(doubt)
+        self._doubted = history
+
     def _suspect(self, doubt: Doubt) -> None:
         """Refuse commands from now on; say why, once."""
         before = self.doubt
         self.reached = _NEVER
         self.doubt = doubt
+        if before is None:
+            self._doubted = ""
         if before is not None and before.lost == doubt.lost and before.kind == doubt.kind:
             return
         self._reports_at = 0.0

@@ -12,7 +12,7 @@ Both are marks, so they are in the store, and all processes find them:
 import time
 from collections.abc import Iterable
 from os import urandom
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -23,6 +23,7 @@ from wirecall.ledger.base import (
     MARKS_WITHIN,
     Claim,
     Ledger,
+    LedgerDown,
     Mark,
     RecordId,
     State,
@@ -88,8 +89,9 @@ class Doubt(Struct, frozen=True):
         return self.store in ("", identity.name) and self.epoch == identity.epoch
 
 
-_decode_identity = msgspec.json.Decoder(Identity).decode
-_decode_doubt = msgspec.json.Decoder(Doubt).decode
+_identities = msgspec.json.Decoder(Identity)
+_doubts = msgspec.json.Decoder(Doubt)
+T = TypeVar("T")
 
 
 def new_identity() -> bytes:
@@ -101,7 +103,18 @@ def identity_of(content: bytes | None) -> Identity | None:
     """Return the identity that a mark holds."""
     if content is None:
         return None
-    return _decode_identity(content)
+    return _decoded(_identities, content)
+
+
+def _decoded(decoder: msgspec.json.Decoder[T], content: bytes) -> T:
+    """Return what a mark says. As long as that cannot be read, no command may run."""
+    try:
+        return decoder.decode(content)
+    except msgspec.DecodeError as error:
+        raise LedgerDown(
+            f"what the ledger says about itself cannot be read ({error}): perhaps a newer wirecall "
+            "has written it; upgrade this one"
+        ) from error
 
 
 async def report(ledger: Ledger, name: str, doubt: Doubt) -> None:
@@ -112,7 +125,7 @@ async def report(ledger: Ledger, name: str, doubt: Doubt) -> None:
 async def doubts(ledger: Ledger, identity: Identity | None) -> dict[str, Doubt]:
     """Return the open doubts about a store, by the names of their marks."""
     marks = await ledger.marks(DOUBTS_CHANNEL, MARKS_WITHIN)
-    found = {mark.name: _decode_doubt(mark.content) for mark in marks}
+    found = {mark.name: _decoded(_doubts, mark.content) for mark in marks}
     return {name: doubt for name, doubt in found.items() if doubt.is_about(identity)}
 
 
