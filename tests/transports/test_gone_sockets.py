@@ -1,6 +1,7 @@
 """Arrivals: a client may have left, and its socket may be closed, before its command begins."""
 
 import asyncio
+import contextlib
 import socket
 import sys
 
@@ -52,6 +53,39 @@ async def test_arrivals_count_an_answer_as_lost_if_its_socket_is_closed(
         receipt = Receipt()
         assert arrivals.attend(gone_client(listener), receipt) is None
     assert receipt.arrival is Arrival.LOST
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_arrivals_tell_connections_of_one_client_port_to_two_servers_apart(
+    listener: socket.socket, is_first: bool
+) -> None:
+    """This process has both servers, and the client has left the other one."""
+    other = socket.create_server(("127.0.0.1", 0))
+    servers = [listener, other] if is_first else [other, listener]
+    port = 0
+    ends = {}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(listener)
+        stack.enter_context(other)
+        for server in servers:
+            client = stack.enter_context(socket.socket())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            client.bind(("127.0.0.1", port))
+            port = client.getsockname()[1]
+            client.connect(server.getsockname())
+            ends[server] = client, stack.enter_context(server.accept()[0])
+        ends[other][0].close()
+        arrivals = Arrivals()
+        receipt = Receipt()
+        pair = ("127.0.0.1", port)
+        arrival = arrivals.attend(address_of(pair, listener.getsockname()[1]), receipt)
+        assert arrival is not None and receipt.arrival is Arrival.PENDING
+        arrival.close()
+        for end in ends[listener]:
+            end.close()
+        lost = Receipt()
+        assert arrivals.attend(address_of(pair, listener.getsockname()[1]), lost) is None
+        assert lost.arrival is Arrival.LOST
 
 
 async def test_arrivals_do_not_judge_a_forwarded_request_without_a_socket(

@@ -81,8 +81,12 @@ class AsgiRequest(HttpRequest):
         client = self._scope.get("client")
         if client is None:
             return None
+        server = self._scope.get("server")
+        own = None
         with contextlib.suppress(ValueError, TypeError):
-            return address_of((client[0], client[1]))
+            if server is not None and server[1] is not None:
+                own = int(server[1])  # granian has it as a string
+            return address_of((client[0], client[1]), own)
         return None
 
     async def _read(self, length: int | None) -> bytes | None:

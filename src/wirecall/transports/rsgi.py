@@ -107,7 +107,7 @@ class RsgiRequest(HttpRequest):
     def address(self) -> Address | None:
         host, _, port = self._scope.client.rpartition(":")
         with contextlib.suppress(ValueError):  # a path
-            return address_of((host, port))
+            return address_of((host, port), int(self._scope.server.rpartition(":")[2]))
         return None
 
     async def _read(self, length: int | None) -> bytes | None:

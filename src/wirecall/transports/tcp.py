@@ -16,10 +16,7 @@ import struct
 import sys
 from collections.abc import Iterator
 from stat import S_ISSOCK
-from typing import NamedTuple, TypeAlias
-
-# IP address and port.
-Address: TypeAlias = tuple[object, int]
+from typing import NamedTuple
 
 # Lists the open files of this process; Windows does not have it.
 FILES = "/dev/fd" if os.path.isdir("/dev/fd") else ""
@@ -49,6 +46,20 @@ NO_HANDSHAKES = (
     (0x06, 0, 0, 0),  # take nothing of the packet
     (0x06, 0, 0, 0xFFFFFFFF),  # take all of it
 )
+
+
+class Address(NamedTuple):
+    """The client of a connection.
+
+    The port of the server belongs to it: a system gives one port of a client to connections to
+    several servers, and this process may have more sockets than those of one server.
+    """
+
+    # IP address and port of the client.
+    host: object
+    port: int
+    # None: the server does not report its port.
+    server: int | None = None
 
 
 class TcpState(NamedTuple):
@@ -164,11 +175,15 @@ def open_sockets() -> Iterator[socket.socket]:
                     yield each
 
 
-def address_of(pair: "tuple[str, int | str]") -> Address:
-    """Return a client's address as servers and sockets have it; ValueError if it is not IP."""
+def address_of(pair: "tuple[str, int | str]", server: int | None = None) -> Address:
+    """Return a client's address as servers and sockets have it; ValueError if it is not IP.
+
+    `server` is the port of the server.
+    """
     host, port = pair
     # Rust and Python write the zone of an address differently, so it is omitted.
-    return ipaddress.ip_address(host.strip("[]").partition("%")[0]), int(port)
+    plain = ipaddress.ip_address(host.strip("[]").partition("%")[0])
+    return Address(plain, int(port), server)
 
 
 class Sockets:
@@ -178,9 +193,9 @@ class Sockets:
     """
 
     def __init__(self) -> None:
-        # Inode and peer of each file.
+        # Inode and client of each file.
         self._files: dict[int, tuple[int, Address | None]] = {}
-        self._by_peer: dict[Address, int] = {}
+        self._by_client: dict[Address, int] = {}
         # Whether a search was successful. Without that, the addresses of clients may not be those
         # of sockets of this process.
         self.has_found = False
@@ -196,7 +211,7 @@ class Sockets:
         return found
 
     def _cached(self, client: Address) -> tuple[socket.socket, int] | None:
-        file = self._by_peer.get(client)
+        file = self._by_client.get(client)
         if file is None:
             return None
         duplicate = _duplicate(file, client)
@@ -207,7 +222,7 @@ class Sockets:
     def _search(self) -> None:
         before = self._files
         self._files = {}
-        self._by_peer = {}
+        self._by_client = {}
         for file in _descriptors():
             with contextlib.suppress(OSError):
                 status = os.fstat(file)
@@ -215,10 +230,12 @@ class Sockets:
                     continue
                 known = before.get(file)
                 if known is None or known[0] != status.st_ino:
-                    known = status.st_ino, _peer(file)
+                    known = status.st_ino, _client_of(file)
                 self._files[file] = known
-                if known[1] is not None:
-                    self._by_peer[known[1]] = file
+                client = known[1]
+                if client is not None:
+                    self._by_client[client] = file
+                    self._by_client[client._replace(server=None)] = file
 
 
 def _duplicate(file: int, client: Address) -> socket.socket | None:
@@ -227,17 +244,24 @@ def _duplicate(file: int, client: Address) -> socket.socket | None:
         if S_ISSOCK(os.fstat(file).st_mode):
             found = socket.socket(fileno=os.dup(file))
             with contextlib.suppress(OSError, ValueError):
-                if address_of(found.getpeername()[:2]) == client:
+                ends = _ends(found)
+                if client in (ends, ends._replace(server=None)):
                     return found
             found.close()
     return None
 
 
-def _peer(file: int) -> Address | None:
-    """Return the address at the other end of a socket; None if it is not connected, or not IP."""
+def _client_of(file: int) -> Address | None:
+    """Return the client of a socket; None if it is not connected, or not IP."""
     with contextlib.suppress(OSError, ValueError), socket.socket(fileno=os.dup(file)) as found:
-        return address_of(found.getpeername()[:2])
+        return _ends(found)
     return None
+
+
+def _ends(connection: socket.socket) -> Address:
+    """Return the client of a connection if this process is the server."""
+    client = address_of(connection.getpeername()[:2])
+    return client._replace(server=connection.getsockname()[1])
 
 
 # --- waiting for a slow reader --------------------------------------------------------------------
