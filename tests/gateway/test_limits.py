@@ -54,7 +54,8 @@ def python(code: str) -> list[str]:
         (python("import sys; sys.exit('no licence')"), "its last words: no licence"),
         (python("print('hello'); print('{}')"), "the server process ended with 0"),
         (
-            python("print('usage: x FILE')"),
+            # It reads the greeting: it may have ended before, and then nothing was read either.
+            python("print('usage: x FILE'); input()"),
             "ended with 0; it printed 'usage: x FILE', which is not",
         ),
     ],
