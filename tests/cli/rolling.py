@@ -128,12 +128,12 @@ async def insist(balancer: Balancer, order: str) -> str:
             answer = await balancer.post(call("take", {"order": order}), f"key-{order}")
         except (OSError, asyncio.IncompleteReadError):
             continue  # its server was killed
-        told = read(answer.body)
-        if "result" in told:
-            assert told["result"] == order
+        answered = read(answer.body)
+        if "result" in answered:
+            assert answered["result"] == order
             return "yes"
-        ran: str = told["error"]["data"]["ran"]
-        if ran == "unknown" and told["error"]["code"] == 50910:
+        ran: str = answered["error"]["data"]["ran"]
+        if ran == "unknown" and answered["error"]["code"] == 50910:
             return ran
 
 

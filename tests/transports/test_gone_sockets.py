@@ -9,12 +9,12 @@ import pytest
 
 from wirecall.protocol.receipt import Arrival, Receipt
 from wirecall.transports.arrivals import Arrivals
-from wirecall.transports.tcp import Address, address_of
+from wirecall.transports.tcp import ClientAddress, address_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other kernels report too little")
 
 
-def connected(listener: socket.socket) -> tuple[socket.socket, socket.socket, Address]:
+def connected(listener: socket.socket) -> tuple[socket.socket, socket.socket, ClientAddress]:
     """Return both ends of a new connection, and the client's address."""
     client = socket.create_connection(listener.getsockname())
     accepted, _ = listener.accept()
@@ -26,7 +26,7 @@ def listener() -> socket.socket:
     return socket.create_server(("127.0.0.1", 0))
 
 
-def gone_client(listener: socket.socket) -> Address:
+def gone_client(listener: socket.socket) -> ClientAddress:
     """Return the address of a client whose connection both sides have closed."""
     client, accepted, address = connected(listener)
     client.close()

@@ -29,7 +29,7 @@ from collections import deque
 from msgspec import Struct
 
 from wirecall.protocol.receipt import Receipt
-from wirecall.transports.tcp import HAS_TCP_INFO, Address, Sockets, TcpState, tcp_state
+from wirecall.transports.tcp import HAS_TCP_INFO, ClientAddress, Sockets, TcpState, tcp_state
 
 # A client that has received an answer and does not want it resets the connection within these
 # seconds. An equal call in another process waits until they have passed; one in this process does
@@ -63,7 +63,7 @@ class WatchedAnswer:
     def __init__(
         self,
         arrivals: "Arrivals",
-        client: Address,
+        client: ClientAddress,
         connection: socket.socket,
         file: int,
         now: TcpState,
@@ -270,14 +270,14 @@ class Arrivals:
         # All watched answers, by the descriptor of the duplicate.
         self._watched: dict[int, WatchedAnswer] = {}
         # Those that the server has taken, by the address of the client.
-        self.handed: dict[Address, WatchedAnswer] = {}
+        self.handed: dict[ClientAddress, WatchedAnswer] = {}
         # The bytes that the server adds to the head of a stream; 0 as long as that is unknown.
         self.added = 0
         # Reports ended connections; it exists while any are watched.
         self._ends: select.epoll | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def find(self, client: Address) -> socket.socket | None:
+    def find(self, client: ClientAddress) -> socket.socket | None:
         """Return a duplicate of the socket of a client's connection."""
         found = self._sockets.find(client)
         if found is None:
@@ -285,7 +285,7 @@ class Arrivals:
         return found[0]
 
     def attend(
-        self, client: Address, receipt: Receipt, *, is_forwarded: bool = False
+        self, client: ClientAddress, receipt: Receipt, *, is_forwarded: bool = False
     ) -> WatchedAnswer | None:
         """Watch a request's connection.
 
@@ -320,7 +320,7 @@ class Arrivals:
         self.handed[arrival.client] = arrival
         arrival.hand_over(is_stream=is_stream, patience=patience)
 
-    def note_request(self, client: Address) -> None:
+    def note_request(self, client: ClientAddress) -> None:
         """Note that a request has arrived on the connection of a client."""
         arrival = self.handed.get(client)
         if arrival is not None:

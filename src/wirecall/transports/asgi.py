@@ -13,7 +13,7 @@ from wirecall.aio import first_step
 from wirecall.errors import Gone
 from wirecall.transports.headers import Headers
 from wirecall.transports.request import HttpRequest
-from wirecall.transports.tcp import Address, address_of
+from wirecall.transports.tcp import ClientAddress, address_of
 from wirecall.transports.websocket import WebSocket
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class AsgiRequest(HttpRequest):
         text: bytes = self._scope.get("query_string") or b""
         return text.decode("latin-1")
 
-    def address(self) -> Address | None:
+    def address(self) -> ClientAddress | None:
         client = self._scope.get("client")
         if client is None:
             return None

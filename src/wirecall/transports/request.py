@@ -25,7 +25,7 @@ from wirecall.protocol.receipt import Receipt
 from wirecall.protocol.sender import ANONYMOUS, Sender
 from wirecall.transports.arrivals import WatchedAnswer
 from wirecall.transports.headers import SECRET, Headers
-from wirecall.transports.tcp import Address
+from wirecall.transports.tcp import ClientAddress
 
 if TYPE_CHECKING:
     from wirecall.server.identity import Identity
@@ -594,7 +594,7 @@ class HttpRequest(ABC):
     # --- the interface of a server ----------------------------------------------------------------
 
     @abstractmethod
-    def address(self) -> Address | None:
+    def address(self) -> ClientAddress | None:
         """Return the address of the client; None if it is unknown, or not an IP address."""
 
     @abstractmethod

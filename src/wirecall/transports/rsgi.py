@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from wirecall.errors import Gone
 from wirecall.transports.headers import UNREADABLE, Headers
 from wirecall.transports.request import HttpRequest
-from wirecall.transports.tcp import Address, SendQueue, address_of
+from wirecall.transports.tcp import ClientAddress, SendQueue, address_of
 from wirecall.transports.websocket import WebSocket, closing_frame
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class RsgiRequest(HttpRequest):
     def query(self) -> str:
         return self._scope.query_string
 
-    def address(self) -> Address | None:
+    def address(self) -> ClientAddress | None:
         host, _, port = self._scope.client.rpartition(":")
         with contextlib.suppress(ValueError):  # a path
             return address_of((host, port), int(self._scope.server.rpartition(":")[2]))

@@ -48,7 +48,7 @@ NO_HANDSHAKES = (
 )
 
 
-class Address(NamedTuple):
+class ClientAddress(NamedTuple):
     """The client of a connection.
 
     The port of the server belongs to it: a system gives one port of a client to connections to
@@ -175,7 +175,7 @@ def open_sockets() -> Iterator[socket.socket]:
                     yield each
 
 
-def address_of(pair: "tuple[str, int | str]", server: int | None = None) -> Address:
+def address_of(pair: "tuple[str, int | str]", server: int | None = None) -> ClientAddress:
     """Return a client's address as servers and sockets have it; ValueError if it is not IP.
 
     `server` is the port of the server.
@@ -183,7 +183,7 @@ def address_of(pair: "tuple[str, int | str]", server: int | None = None) -> Addr
     host, port = pair
     # Rust and Python write the zone of an address differently, so it is omitted.
     plain = ipaddress.ip_address(host.strip("[]").partition("%")[0])
-    return Address(plain, int(port), server)
+    return ClientAddress(plain, int(port), server)
 
 
 class Sockets:
@@ -194,13 +194,13 @@ class Sockets:
 
     def __init__(self) -> None:
         # Inode and client of each file.
-        self._files: dict[int, tuple[int, Address | None]] = {}
-        self._by_client: dict[Address, int] = {}
+        self._files: dict[int, tuple[int, ClientAddress | None]] = {}
+        self._by_client: dict[ClientAddress, int] = {}
         # Whether a search was successful. Without that, the addresses of clients may not be those
         # of sockets of this process.
         self.has_found = False
 
-    def find(self, client: Address) -> tuple[socket.socket, int] | None:
+    def find(self, client: ClientAddress) -> tuple[socket.socket, int] | None:
         """Return a duplicate of the socket, and the server's descriptor; None if there is none."""
         found = self._cached(client)
         if found is None:
@@ -210,7 +210,7 @@ class Sockets:
             self.has_found = True
         return found
 
-    def _cached(self, client: Address) -> tuple[socket.socket, int] | None:
+    def _cached(self, client: ClientAddress) -> tuple[socket.socket, int] | None:
         file = self._by_client.get(client)
         if file is None:
             return None
@@ -238,7 +238,7 @@ class Sockets:
                     self._by_client[client._replace(server=None)] = file
 
 
-def _duplicate(file: int, client: Address) -> socket.socket | None:
+def _duplicate(file: int, client: ClientAddress) -> socket.socket | None:
     """Return a duplicate of a file if it is the socket of a client's connection."""
     with contextlib.suppress(OSError, ValueError):
         if S_ISSOCK(os.fstat(file).st_mode):
@@ -251,14 +251,14 @@ def _duplicate(file: int, client: Address) -> socket.socket | None:
     return None
 
 
-def _client_of(file: int) -> Address | None:
+def _client_of(file: int) -> ClientAddress | None:
     """Return the client of a socket; None if it is not connected, or not IP."""
     with contextlib.suppress(OSError, ValueError), socket.socket(fileno=os.dup(file)) as found:
         return _ends(found)
     return None
 
 
-def _ends(connection: socket.socket) -> Address:
+def _ends(connection: socket.socket) -> ClientAddress:
     """Return the client of a connection if this process is the server."""
     client = address_of(connection.getpeername()[:2])
     return client._replace(server=connection.getsockname()[1])
