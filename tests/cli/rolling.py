@@ -25,7 +25,7 @@ app = App("effects")
 @app.command(key="auto")
 async def take(order: str) -> str:
     fd = os.open("effects", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.write(fd, f"{order}\\n".encode())  # one line, one write: whole, whoever else writes
+    os.write(fd, f"{order}\\n".encode())  # one line, one write: whole, even if others write
     os.close(fd)
     await asyncio.sleep(0.005)
     return order

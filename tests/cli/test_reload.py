@@ -46,7 +46,7 @@ async def wait(seconds: float) -> int:
 @app.command
 async def take(order: str) -> str:
     fd = os.open("effects", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.write(fd, f"{order}\\n".encode())  # one line, one write: whole, whoever else writes
+    os.write(fd, f"{order}\\n".encode())  # one line, one write: whole, even if others write
     os.close(fd)
     return order
 """

@@ -29,7 +29,7 @@ app = App("effects", mode="production")
 @app.command
 async def take(order: str) -> dict:
     fd = os.open("effects", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.write(fd, f"{order} {os.getpid()}\\n".encode())  # one line, one write: whole, whoever else writes
+    os.write(fd, f"{order} {os.getpid()}\\n".encode())  # one line, one write: whole, even if others write
     os.close(fd)
     return {"order": order, "by": os.getpid()}
 """

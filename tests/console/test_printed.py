@@ -159,7 +159,7 @@ def test_snippets_name_the_place_of_the_server(
 def test_console_notes_actions_in_the_trail_that_the_app_names(
     running: Running, browser: Browser
 ) -> None:
-    """Neither the command line nor a file names it."""
+    """The command line does not name it, and no file does."""
     page = read(browser, "/audit.json?filter=sign")
     assert page["path"] == "audit.jsonl"
     assert [line["action"]["what"] for line in page["lines"]] == ["sign in"]

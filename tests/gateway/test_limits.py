@@ -210,7 +210,7 @@ def odd(**more: Any) -> UpstreamSettings:
 
 @pytest.mark.parametrize("ttl", [10**400, -(10**400), 0.5, "x", None])
 async def test_list_that_may_be_kept_for_any_time_is_read(tmp_path: Path, ttl: object) -> None:
-    """Bad input: a time that no clock takes, or none, ends neither the list nor what awaits it."""
+    """Bad input: a list is read although its time is missing, or one that no clock takes."""
     upstream = odd(list={"ttlMs": ttl, "cacheScope": "public"})
     async with Bench(tmp_path, names=("bank",), more=[upstream]).serving() as bench:
         _, session = await bench.post("/mcp", message_of("initialize", introduction(), 1))
@@ -233,7 +233,7 @@ async def test_change_of_a_resource_without_its_name_is_dropped(
 async def test_level_that_a_server_does_not_take_has_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bad input: neither the client that asks nor a session that is opened later waits."""
+    """Bad input: the client that asks does not wait, and a session that is opened later does not."""
     async with Bench(tmp_path, names=("bank",), more=[odd()]).serving() as bench:
         await until(lambda: ("odd", "tools") in bench.gateway.seen)
         monkeypatch.setattr("wirecall.gateway.session.START_TIME", 0.1)

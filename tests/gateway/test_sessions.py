@@ -486,7 +486,7 @@ async def test_list_of_a_client_waits_again_if_the_background_has_no_session(
 
 
 async def test_list_whose_client_leaves_leaves_no_task(tmp_path: Path) -> None:
-    """G11: neither the reading of a list nor the wait for a session lasts without its caller."""
+    """G11: a list is not read, and a session is not awaited, for a caller that has left."""
     mute = UpstreamSettings("mute", command=["/bin/sh", "-c", "cat >/dev/null"])
     async with Bench(tmp_path, names=(), more=[mute]).serving() as bench:
         gateway = bench.gateway
